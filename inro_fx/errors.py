@@ -1,0 +1,22 @@
+"""What can go wrong, as one tree of exceptions.
+
+    InroError
+      ModelError(ValueError)      the model cannot be quantized: no data in its weights, already quantized, scripted
+      InputError(ValueError)      the example inputs or calibration inputs do not fit the model
+      SchemeError(ValueError)     an unknown scheme name, an impossible quant_max or group size
+      FileError(ValueError)       a file that was not written by inro_fx, or not for this model
+      MissingTool(RuntimeError)   a program that a picture needs is not installed
+    PassError(RuntimeError)       a broken invariant inside the compiler: a defect of inro_fx, please report it
+"""
+
+from .passes.failures import GraphNotTaken, InroError, InputError, ModelError, PassError, SchemeError
+
+__all__ = ["FileError", "GraphNotTaken", "InputError", "InroError", "MissingTool", "ModelError", "PassError", "SchemeError"]
+
+
+class FileError(InroError, ValueError):
+    """A file that inro_fx did not write, or that belongs to another model."""
+
+
+class MissingTool(InroError, RuntimeError):
+    """A program that this output needs is not installed; the message says how to get it."""

@@ -1,0 +1,261 @@
+"""Which calls a captured graph answers, and how its flat results become the caller's objects again.
+
+A `Call` describes the captured call: each parameter of the user's forward, flattened to leaves that are either tensors
+(placeholders of the graph) or constants. `Call.match` turns another call into placeholder values, or into the reason
+why the graph does not cover it. A `Template` is the captured output with every tensor replaced by its position.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from .trace import ExampleProxy, TraceError, Tracer
+
+__all__ = ["Call", "Slot", "rebuild", "strip"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorLeaf:
+    """A placeholder of the graph; ``rank``, ``dtype`` and ``device`` of the captured tensor, None for a number."""
+
+    name: str
+    rank: int | None
+    dtype: torch.dtype | None
+    device: torch.device | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantLeaf:
+    name: str
+    value: Any
+
+
+Leaf = TensorLeaf | ConstantLeaf
+
+
+@dataclasses.dataclass
+class Call:
+    """The captured call: ``names`` of the parameters, their defaults, and the leaves of each with its structure."""
+
+    names: tuple[str, ...]
+    defaults: tuple[Any, ...]
+    variadic: str | None                       # the *args parameter
+    keywords: str | None                       # the **kwargs parameter
+    keyword_only: frozenset[str]
+    specs: tuple[TreeSpec | None, ...] = ()    # of each parameter; None for one that is itself a leaf
+    leaves: tuple[tuple[Leaf, ...], ...] = ()
+    facts: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, forward: Callable, args: tuple, kwargs: dict) -> tuple[Call, list[Any]]:
+        """The call's description without leaves, and the values of the parameters in order."""
+        parameters = inspect.signature(forward).parameters.values()
+        by_kind = {kind: [p.name for p in parameters if p.kind is kind] for kind in inspect._ParameterKind}
+        variadic = next(iter(by_kind[inspect.Parameter.VAR_POSITIONAL]), None)
+        keywords = next(iter(by_kind[inspect.Parameter.VAR_KEYWORD]), None)
+        named = [p for p in parameters if p.name not in (variadic, keywords)]
+        extra = [name for name in (variadic, keywords) if name]
+        call = cls(tuple([p.name for p in named] + extra), tuple(p.default for p in named), variadic, keywords,
+                   frozenset(by_kind[inspect.Parameter.KEYWORD_ONLY]))
+        values = call.bind(args, kwargs)
+        if isinstance(values, str):
+            inspect.signature(forward).bind(*args, **kwargs)           # raises Python's own words
+            raise TypeError(values)
+        return call, values
+
+    def bind(self, args: tuple, kwargs: dict) -> list[Any] | str:
+        """The values of the parameters in order, or what does not fit."""
+        values = list(self.defaults)
+        positional = len(values) - len(self.keyword_only)
+        rest: tuple = ()
+        if len(args) > positional:
+            if self.variadic is None:
+                return f"{len(args)} positional arguments"
+            args, rest = args[:positional], args[positional:]
+        for i, value in enumerate(args):
+            values[i] = value
+        extra = {}
+        for name, value in kwargs.items():
+            index = self.names.index(name) if name in self.names else -1
+            if 0 <= index < len(values):
+                if index < len(args):
+                    return f"two values for {name}"
+                values[index] = value
+            elif self.keywords is not None:
+                extra[name] = value
+            else:
+                return f"an unknown keyword {name}"
+        for name, value in zip(self.names, values):  # noqa: B905 - the variadic names have no default
+            if value is inspect.Parameter.empty:
+                return f"no value for {name}"
+        if self.variadic is not None:
+            values.append(rest)
+        if self.keywords is not None:
+            values.append(extra)
+        return values
+
+    def capture(self, values: list[Any], placeholder: Callable[[str, Any], Any]) -> list[Any]:
+        """Fills in the leaves from the example's values; returns the values with a placeholder for each tensor."""
+        specs: list[TreeSpec | None] = []
+        leaves: list[tuple[Leaf, ...]] = []
+        traced = []
+        taken: set[str] = set()
+        for name, value in zip(self.names, values, strict=True):
+            flat, spec = tree_flatten(value)
+            single = len(flat) == 1 and flat[0] is value
+            described, proxies = [], []
+            for i, item in enumerate(flat):
+                label = name if single else f"{name}_{i}"
+                example = item.example if type(item) is ExampleProxy else item
+                if isinstance(example, Tensor) and example.layout is torch.strided:
+                    while label in taken or not label.isidentifier():
+                        label = "input_" + label if not label.isidentifier() else label + "_"
+                    taken.add(label)
+                    described.append(TensorLeaf(label, example.dim(), example.dtype, example.device))
+                    proxies.append(placeholder(label, item))
+                elif type(item) is ExampleProxy:
+                    if not isinstance(example, (int, float)):
+                        raise TraceError(f"{name} is a {type(example).__name__}")
+                    described.append(TensorLeaf(label, None, None, None))
+                    proxies.append(placeholder(label, item))
+                else:
+                    described.append(ConstantLeaf(label, item))
+                    proxies.append(item)
+            specs.append(None if single else spec)
+            leaves.append(tuple(described))
+            traced.append(proxies[0] if single else tree_unflatten(proxies, spec))
+        self.specs, self.leaves = tuple(specs), tuple(leaves)
+        return traced
+
+    def spread(self, values: list[Any]) -> tuple[tuple, dict]:
+        """The parameters' values as (args, kwargs) for the user's forward."""
+        rest: tuple = ()
+        extra: dict = {}
+        values = list(values)
+        if self.keywords is not None:
+            extra = dict(values.pop())
+        if self.variadic is not None:
+            rest = tuple(values.pop())
+        names = self.names[:len(values)]
+        if rest:
+            cut = len(values) - len(self.keyword_only)
+            return (*values[:cut], *rest), dict(zip(names[cut:], values[cut:], strict=True)) | extra
+        args = tuple(v for n, v in zip(names, values, strict=True) if n not in self.keyword_only)
+        return args, {n: v for n, v in zip(names, values, strict=True) if n in self.keyword_only} | extra
+
+    def match(self, args: tuple, kwargs: dict) -> list[Any] | str:
+        """The values of the graph's placeholders for this call, or the first thing that the graph does not cover."""
+        values = self.bind(args, kwargs)
+        if isinstance(values, str):
+            return values
+        flat: list[Any] = []
+        facts = self.facts
+        for index, value in enumerate(values):
+            spec = self.specs[index]
+            if spec is None:
+                items: Sequence[Any] = (value,)
+            else:
+                items, seen = tree_flatten(value)
+                if seen != spec:
+                    return f"another structure of {self.names[index]}"
+            for leaf, item in zip(self.leaves[index], items, strict=True):
+                if isinstance(leaf, ConstantLeaf):
+                    if item is not leaf.value and not _equal(item, leaf.value):
+                        return f"another value of {leaf.name}"
+                    continue
+                if leaf.rank is None:
+                    if not isinstance(item, (int, float)):
+                        return f"{leaf.name} is no number"
+                elif not isinstance(item, Tensor):
+                    return f"{leaf.name} is no tensor"
+                elif "rank" in facts and item.dim() != leaf.rank:
+                    return f"another rank of {leaf.name}"
+                elif "dtype" in facts and item.dtype != leaf.dtype:
+                    return f"another dtype of {leaf.name}"
+                elif "device" in facts and item.device != leaf.device:
+                    return f"another device of {leaf.name}"
+                flat.append(item)
+        return flat
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b) or isinstance(a, Tensor):
+        return False
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
+
+
+# ---- outputs ----
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The place of the ``index``-th flat result in a template."""
+
+    index: int
+
+
+def strip(value: Any, take: Callable[[Any], Slot]) -> Any:
+    """The structure of ``value`` with ``take(x)`` in the place of every proxy and tensor, to any depth."""
+    return _transform(value, lambda x: type(x) is ExampleProxy or isinstance(x, Tensor), take, {})
+
+
+def rebuild(template: Any, results: Sequence[Any]) -> Any:
+    """The inverse of `strip`: fresh containers and objects around the results."""
+    if type(template) is Slot:
+        return results[template.index]
+    if type(template) is tuple:
+        return tuple([rebuild(t, results) for t in template])
+    return _transform(template, lambda x: type(x) is Slot, lambda slot: results[slot.index], {})
+
+
+def _transform(value: Any, wanted: Callable[[Any], bool], replace: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+    if wanted(value):
+        return replace(value)
+    if id(value) in memo:
+        return memo[id(value)]
+    again = lambda v: _transform(v, wanted, replace, memo)  # noqa: E731
+    kind = type(value)
+    if kind in (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size) or isinstance(value, (type, Tracer)):
+        return value
+    if isinstance(value, tuple):
+        items = [again(v) for v in value]
+        return kind(*items) if hasattr(value, "_fields") else kind(items) if any(
+            a is not b for a, b in zip(items, value, strict=True)) else value
+    if kind is list:
+        new_list: list = []
+        memo[id(value)] = new_list
+        new_list.extend(again(v) for v in value)
+        return new_list
+    if dataclasses.is_dataclass(value) and isinstance(value, Mapping):   # such as the outputs of transformers
+        items = {k: again(v) for k, v in value.items()}
+        fields = {f.name: again(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in items}
+        return kind(**{k: v for k, v in fields.items() if v is not None}, **items)
+    if isinstance(value, dict):
+        new_dict = kind() if kind is dict else copy.copy(value)
+        memo[id(value)] = new_dict
+        for k, v in value.items():
+            dict.__setitem__(new_dict, k, again(v))
+        if kind is not dict and getattr(value, "__dict__", None):
+            vars(new_dict).update({k: again(v) for k, v in vars(value).items()})
+        return new_dict
+    attributes = getattr(value, "__dict__", None)
+    if attributes is None or callable(value) or isinstance(value, torch.nn.Module):
+        return value
+    changed = {k: again(v) for k, v in attributes.items()}
+    if all(changed[k] is attributes[k] for k in attributes):
+        return value
+    new = copy.copy(value)
+    for k, v in changed.items():
+        object.__setattr__(new, k, v)
+    memo[id(value)] = new
+    return new

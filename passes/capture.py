@@ -1,0 +1,559 @@
+"""From a module to graphs: the capture ladder.
+
+1. graph     the whole model through the tracer
+2. regions   where a module's own code cannot be traced it stays Python, and its children are captured one by one
+3. layers    every module that owns weights also gets a small graph of its own, used whenever Python calls it
+
+A capture is accepted only if the captured model gives the original's outputs on the example and, where the model takes
+it, on one row more. If it does not, the next rung is tried, and the reason is kept in `Session.refusals`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from .call import Call, Slot, rebuild, strip
+from .carriers import observed_use
+from .constants import Alias, Constant, alias_of_view, find_constants
+from .failures import InputError
+from .module import Capture, attach_graph, detach_graph, recurrent, user_class
+from .trace import ExampleProxy, Retrace, TraceError, Tracer, _frame, _patches, active
+
+__all__ = ["Example", "Session", "capture", "clone", "compare"]
+
+MAX_RETRACES = 25
+
+
+# ---- the example ----
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """Example inputs as ``model(*args, **kwargs)`` takes them. They are copied for each run: forward may change them."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, inputs: Any) -> Example:
+        """A tensor is one positional argument, a tuple the positional arguments, a dict the keyword arguments."""
+        if isinstance(inputs, dict) or (hasattr(inputs, "keys") and hasattr(inputs, "__getitem__")):
+            if not all(isinstance(k, str) for k in inputs):
+                raise InputError("example_inputs is a dict whose keys are not all strings; a dict gives keyword arguments by "
+                                 "name. To pass one dict as a positional argument, write example_inputs=(the_dict,)")
+            return cls((), {k: inputs[k] for k in inputs})
+        if isinstance(inputs, (tuple, list)):
+            return cls(tuple(inputs), {})
+        return cls((inputs,), {})
+
+    def fresh(self) -> tuple[tuple, dict]:
+        def copied(x: Any) -> Any:
+            return x.detach().clone() if isinstance(x, Tensor) and type(x) in (Tensor, nn.Parameter) else x
+        return tree_map(copied, (self.args, self.kwargs))
+
+    def one_row_more(self) -> Example | None:
+        """The same example with one more row in every tensor that has as many rows as the first; None if there is none."""
+        rows = next((x.shape[0] for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor) and x.dim()), 0)
+        if not rows:
+            return None
+
+        def grow(x: Any) -> Any:
+            return torch.cat([x, x[:1]]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x
+        return Example(*tree_map(grow, (self.args, self.kwargs)))
+
+
+def run(model: nn.Module, example: Example) -> Any:
+    """``model.forward`` on a copy of the example, without hooks of the root, with a fixed seed and no trace left in RNG."""
+    args, kwargs = example.fresh()
+    devices = {t.device.index for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
+    with torch.random.fork_rng(devices=[d for d in devices if d is not None]):
+        torch.manual_seed(0)
+        return model.forward(*args, **kwargs)
+
+
+def compare(want: Any, got: Any) -> str | None:
+    """What differs between two outputs beyond float round-off; None if nothing does."""
+    flat, spec = tree_flatten(want)
+    flat_got, spec_got = tree_flatten(got)
+    if type(want) is not type(got) or (spec != spec_got and len(flat) != len(flat_got)):
+        return f"it returns {type(got).__name__} with {len(flat_got)} leaves, not {type(want).__name__} with {len(flat)}"
+    for a, b in zip(flat, flat_got, strict=True):
+        if isinstance(a, Tensor) != isinstance(b, Tensor):
+            return f"it returns {type(b).__name__} in the place of {type(a).__name__}"
+        if not isinstance(a, Tensor):
+            if hasattr(a, "__dict__") and type(a) is type(b):
+                inner = compare(_attributes(a), _attributes(b))
+                if inner is not None:
+                    return inner
+            elif isinstance(a, (bool, int, float, str)) and a != b and a == a:
+                return f"it returns {b!r} in the place of {a!r}"
+            continue
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"it returns {b.dtype} {tuple(b.shape)} in the place of {a.dtype} {tuple(a.shape)}"
+        if a.layout is not torch.strided or not a.numel():
+            continue
+        if not (a.is_floating_point() or a.is_complex()):
+            if not torch.equal(a, b):
+                return "its integer outputs differ"
+            continue
+        tolerance = {torch.float64: 1e-7, torch.float32: 1e-4}.get(a.dtype, 2e-2)
+        finite = a.isfinite()
+        x, y = (torch.where(finite, t, 0).to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
+        error = (x - y).norm() / x.norm().clamp(min=1e-30)
+        if not torch.equal(finite, b.isfinite()) or error > tolerance:
+            return f"its output is off by {error:.1e}"
+    return None
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return {k: v for k, v in vars(value).items() if not callable(v)}
+
+
+# ---- the copy that is worked on ----
+
+def clone(model: nn.Module) -> nn.Module:
+    """A copy of the module tree in eval mode that shares every tensor with the original.
+
+    Weights that a module computes from others (weight norm, spectral norm, parametrizations) are computed once and kept
+    as plain parameters of the copy.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            for tensor in (value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)):
+                if isinstance(tensor, Tensor):
+                    memo[id(tensor)] = tensor
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        _fold_computed_weights(module)
+        if isinstance(module, nn.RNNBase):
+            recurrent(module)
+    return copied.eval()
+
+
+def _fold_computed_weights(module: nn.Module) -> None:
+    parametrized = dict(getattr(module, "parametrizations", {}))
+    if parametrized:
+        module.eval()
+        module.parametrizations = copy.deepcopy(module.parametrizations)
+        for name in parametrized:
+            torch.nn.utils.parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
+            with torch.no_grad():
+                if type(hook).__name__ == "WeightNorm":
+                    weight = hook.compute_weight(module)
+                else:
+                    weight = hook.compute_weight(module, do_power_iteration=False)
+            del module._forward_pre_hooks[key]
+            for name in [n for n in module._parameters if n in (f"{hook.name}_g", f"{hook.name}_v", f"{hook.name}_orig")]:
+                del module._parameters[name]
+            module.__dict__.pop(hook.name, None)
+            module.register_parameter(hook.name, nn.Parameter(weight.detach().clone()))
+
+
+class _StateWatch(TorchDispatchMode):
+    """Finds the parameters and buffers that a forward writes to, before it writes, so that the original stays as it was."""
+
+    def __init__(self, storages: dict[int, str]):
+        super().__init__()
+        self.storages = storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[i] if i < len(args) else kwargs.get(argument.name)
+                    for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type != "meta":
+                            name = self.storages.get(tensor.untyped_storage().data_ptr())
+                            if name is not None and tensor.numel():
+                                raise _StateWritten(name)
+        return func(*args, **kwargs)
+
+
+class _StateWritten(Exception):  # noqa: N818
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.name = name
+
+
+# ---- the session ----
+
+class Session:
+    """Everything that capturing one model collects."""
+
+    def __init__(self, root: nn.Module, strict: bool = False):
+        self.root, self.strict = root, strict
+        self.captures: dict[str, Capture] = {}          # path -> graph of a region (or of the root)
+        self.layers: dict[str, Capture] = {}            # path -> graph of a module that owns weights
+        self.refusals: dict[str, str] = {}              # path -> why its own code stays Python
+        self.steps: list[tuple[str, str]] = []          # the rungs tried: (rung, outcome)
+        self.python_uses: dict[tuple, Any] = {}         # uses of constants by code that stays Python
+        self.leaves: set[str] = set()                   # modules that must not be traced into
+        self.adopted: dict[str, Tensor] = {}
+        self.index()
+
+    def index(self) -> None:
+        """(Re)builds the tables of modules and constants."""
+        self._paths: dict[int, str] = {}
+        for path, module in self.root.named_modules():
+            self._paths[id(module)] = path
+        self.constants: dict[str, Constant] = find_constants(self.root)
+        self._tensors = {name: self._lookup(name) for name in self.constants}
+        self._by_id: dict[int, str] = {}
+        for path, module in self.root.named_modules():
+            for kind in (module._parameters, module._buffers):
+                for name, tensor in kind.items():
+                    if tensor is not None:
+                        self._by_id.setdefault(id(tensor), f"{path}.{name}" if path else name)
+        self._by_storage: dict[int, list[str]] = {}
+        for name, tensor in self._tensors.items():
+            if name == self.constants[name].name and tensor.device.type != "meta" and tensor.layout is torch.strided:
+                self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+        self._owners = {name.rpartition(".")[0] for name in self.constants}
+
+    def _lookup(self, name: str) -> Tensor:
+        path, _, leaf = name.rpartition(".")
+        module = self.root.get_submodule(path)
+        tensor = module._parameters.get(leaf)
+        return module._buffers[leaf] if tensor is None else tensor  # type: ignore[return-value]
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def path_of(self, module: nn.Module) -> str | None:
+        return self._paths.get(id(module))
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        return self._by_id.get(id(tensor))
+
+    def adopt(self, path: str, tensor: Tensor) -> str:
+        """Makes a tensor from outside the module tree a buffer of the module at ``path`` that is not saved."""
+        module = self.root.get_submodule(path)
+        number = 0
+        while hasattr(module, f"_constant_{number}"):
+            number += 1
+        name = f"_constant_{number}"
+        module.register_buffer(name, tensor.detach(), persistent=False)
+        return name
+
+    def owns_weights(self, path: str) -> bool:
+        return path in self._owners
+
+    def weights_below(self, path: str) -> bool:
+        return any(o == path or not path or o.startswith(path + ".") for o in self._owners)
+
+    # -- called by tracers --
+
+    def leaf_reason(self, module: nn.Module, path: str | None) -> str | None:
+        """Why a module must stay a call; None if it may be traced through."""
+        if path is not None and path in self.leaves:
+            return self.refusals.get(path, "its code cannot be traced")
+        if isinstance(module, torch.jit.ScriptModule):
+            return "it is a ScriptModule"
+        if "forward" in vars(module):
+            return "its forward was patched"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return "it has forward hooks"
+        return None
+
+    def refuse(self, path: str, error: Exception | str) -> None:
+        text = error if isinstance(error, str) else str(error) if isinstance(error, TraceError) else \
+            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+        self.leaves.add(path)
+        self.refusals.setdefault(path, text)
+
+    def saw_call(self, tracer: Tracer, module: nn.Module, path: str, args: tuple, kwargs: dict, result: Any,
+                 last: fx.Node) -> None:
+        """A module was traced through: if it owns weights, its part of the graph becomes its own graph too."""
+        if path in self.layers or path not in self._owners:
+            return
+        layer = _cut_out(tracer, module, path, args, kwargs, result, last)
+        if layer is not None:
+            self.layers[path] = layer
+
+    def run_leaf(self, path: str, args: tuple, kwargs: dict) -> Any:
+        """Runs a module that stays Python on the example; its children are captured on the way."""
+        with torch.no_grad(), _patches, _frame(self), _UseRecorder(self, path):
+            return _original_call(self.root.get_submodule(path), args, kwargs)
+
+    def run_root(self, args: tuple, kwargs: dict) -> Any:
+        """The same for the root, without its hooks."""
+        with torch.no_grad(), _patches, _frame(self), _UseRecorder(self, ""):
+            return self.root.forward(*args, **kwargs)
+
+    def call_module(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """A module called by Python code (this session is the active frame)."""
+        path = self.path_of(module)
+        if path is None or path in self.captures or path in self.leaves or not self.weights_below(path) \
+                or self.leaf_reason(module, path) is not None:
+            return _original_call(module, args, kwargs)
+        result, captured = self.trace(path, "region", args, kwargs)
+        return result if captured else self.run_leaf(path, args, kwargs)
+
+    # -- one region --
+
+    def trace(self, path: str, kind: str, args: tuple, kwargs: dict) -> tuple[Any, bool]:
+        """Captures the module at ``path`` on this call: (its result on the example, True), or (None, False)."""
+        module = self.root.get_submodule(path)
+        for _ in range(MAX_RETRACES):
+            tracer = Tracer(self, path)
+            try:
+                call, values = Call.of(user_class(module).forward.__get__(module), args, kwargs)
+                with torch.no_grad():
+                    values = tree_map(lambda x: x.detach().clone() if type(x) is Tensor else x, values)
+
+                def inputs(tracer: Tracer, call: Call = call, values: list = values) -> tuple[tuple, dict]:
+                    traced = call.capture(values, lambda name, example: tracer.placeholder(name, example))
+                    inputs.kept = [(traced, tree_flatten(traced))]  # type: ignore[attr-defined]
+                    return call.spread(traced)
+
+                result = tracer.run(module, module.forward, inputs)
+                traced, (leaves, spec) = inputs.kept[0]  # type: ignore[attr-defined]
+                leaves_after, spec_after = tree_flatten(traced)
+                if spec != spec_after or any(a is not b for a, b in zip(leaves, leaves_after, strict=True)):
+                    raise TraceError("changes a container among its inputs")
+                self.captures[path] = _finish(tracer, call, kind, result)
+                return _example_of(result), True
+            except Retrace as again:
+                self.leaves.add(again.path)
+                if again.path == path:
+                    break
+            except Exception as error:
+                self.refuse(path, error)
+                break
+        self.leaves.add(path)
+        return None, False
+
+
+_module_call = nn.Module.__call__
+
+
+def _original_call(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    return _module_call(module, *args, **kwargs)
+
+
+class _UseRecorder(torch.overrides.TorchFunctionMode):
+    """Sees which operators the Python code of a leaf feeds its weights to."""
+
+    def __init__(self, session: Session, path: str):
+        super().__init__()
+        self.session, self.path = session, path
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if active() is self.session:
+            for use in observed_use(func, args, kwargs, self._alias):
+                self.session.python_uses.setdefault((self.path, use.constant, use.op), use)
+        return result
+
+    def _alias(self, tensor: Any) -> Alias | None:
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return None
+        for name in self.session._by_storage.get(tensor.untyped_storage().data_ptr(), ()):
+            alias = alias_of_view(self.session.constants[name], self.session.tensor(name), tensor)
+            if alias is not None:
+                return alias
+        return None
+
+
+def _example_of(value: Any) -> Any:
+    """A traced result with the example's values in the place of its proxies."""
+    found: list[Any] = []
+
+    def take(x: Any) -> Any:
+        found.append(x.example if type(x) is ExampleProxy else x)
+        return Slot(len(found) - 1)
+    template = strip(value, take)
+    return rebuild(template, found)
+
+
+def _finish(tracer: Tracer, call: Call, kind: str, result: Any) -> Capture:
+    results: list[Any] = []
+
+    def take(x: Any) -> Slot:
+        for i, other in enumerate(results):
+            if other is x:
+                return Slot(i)
+        results.append(x)
+        return Slot(len(results) - 1)
+    template = strip(result, take)
+    with _frame(tracer):
+        nodes = [tracer.create_arg(r) for r in results]
+    tracer.graph.output(nodes[0] if isinstance(template, Slot) else tuple(nodes))
+    drop_unused(tracer.graph)
+    call.facts = frozenset(tracer.facts)
+    return Capture(tracer.path, kind, tracer.graph, call, template, tracer.guards)
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Removes nodes that nobody uses and that hold no tensor: sizes that were only looked at, attributes, lengths."""
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.meta.get("droppable"):
+            graph.erase_node(node)
+
+
+def _cut_out(tracer: Tracer, module: nn.Module, path: str, args: tuple, kwargs: dict, result: Any,
+             last: fx.Node) -> Capture | None:
+    """The nodes after ``last`` as a graph of the module at ``path`` alone; None if they reach outside of it."""
+    prefix = tracer.relative(path)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    try:
+        call, values = Call.of(user_class(module).forward.__get__(module), args, kwargs)
+
+        def placeholder(name: str, item: Any) -> Any:
+            if type(item) is not ExampleProxy:
+                raise TraceError("takes a tensor that is no node")
+            node = graph.create_node("placeholder", name, (), {})
+            node.meta["module"] = path
+            copies.setdefault(item.node, node)
+            return item
+        call.capture(values, placeholder)
+        node = last.next
+        while node.op != "root":
+            if node.op in ("get_attr", "call_module"):
+                if prefix and not node.target.startswith(prefix + "."):
+                    return None
+                new = graph.create_node(node.op, node.target[len(prefix) + 1:] if prefix else node.target,
+                                        fx.map_arg(node.args, copies.__getitem__), fx.map_arg(node.kwargs, copies.__getitem__))
+                new.meta = dict(node.meta)
+            else:
+                new = graph.node_copy(node, lambda n: _read_again(n, copies, graph, prefix))
+            copies[node] = new
+            node = node.next
+        results: list[fx.Node] = []
+
+        def take(x: Any) -> Slot:
+            if type(x) is not ExampleProxy:
+                raise TraceError("returns a tensor that is no node")
+            results.append(copies[x.node])
+            return Slot(len(results) - 1)
+        template = strip(result, take)
+    except (KeyError, TraceError, TypeError):
+        return None
+    graph.output(results[0] if isinstance(template, Slot) else tuple(results))
+    drop_unused(graph)
+    call.facts = frozenset(tracer.facts & {"grad"}) | _facts_of(graph)
+    return Capture(path, "layer", graph, call, template, [])
+
+
+def _read_again(node: fx.Node, copies: dict[fx.Node, fx.Node], graph: fx.Graph, prefix: str) -> fx.Node:
+    """The copy of a node; a weight that the trace had read before this layer's nodes is read once more."""
+    if node not in copies and node.op == "get_attr" and (not prefix or node.target.startswith(prefix + ".")):
+        copies[node] = graph.create_node("get_attr", node.target[len(prefix) + 1:] if prefix else node.target)
+        copies[node].meta = dict(node.meta)
+    return copies[node]
+
+
+def _facts_of(graph: fx.Graph) -> frozenset[str]:
+    """A layer of plain operators asks nothing; anything that reads sizes or guards depends on the rank."""
+    simple = all(n.target not in ("size",) and getattr(n.target, "__name__", "") != "guard" for n in graph.nodes)
+    return frozenset() if simple else frozenset({"rank", "dtype"})
+
+
+# ---- the ladder ----
+
+def capture(root: nn.Module, example: Example, mode: str = "auto", strict: bool = False,
+            reference: Any = None) -> tuple[Session, Any]:
+    """Captures ``root`` (a clone, changed in place: its modules run graphs afterwards); the session and the reference output."""
+    written, want = _reference_run(root, example)
+    session = Session(root, strict)
+    for name in written:
+        session.refusals.setdefault(name.rpartition(".")[0], f"writes to its state {name}")
+        session.leaves.add(name.rpartition(".")[0])
+    bigger = example.one_row_more()
+    want_bigger = None
+    if bigger is not None:
+        try:
+            want_bigger = run(root, bigger)
+        except Exception:
+            bigger = None
+
+    for rung in ("graph", "regions", "layers"):
+        failure = session.refusals.get("") if "" in session.leaves and rung == "graph" else None
+        if failure is None:
+            failure = _try_rung(session, rung, example, want, bigger, want_bigger)
+        if failure is None:
+            kind = f"one graph of {len(session.captures[''].graph.nodes)} nodes" if "" in session.captures else \
+                f"{sum(c.kind == 'region' for c in session.captures.values())} regions"
+            session.steps.append((rung, "taken: " + kind))
+            return session, want
+        session.steps.append((rung, failure))
+        for path in list(session.captures) + list(session.layers):
+            detach_graph(root.get_submodule(path))
+        session.captures.clear()
+        session.layers.clear()
+        session.leaves.add("")
+    session.steps.append(("python", "taken: every module runs its own code over the quantized weights"))
+    return session, want
+
+
+def _try_rung(session: Session, rung: str, example: Example, want: Any, bigger: Example | None, want_bigger: Any) -> str | None:
+    """Why the rung does not hold; None if the captured model reproduces the reference."""
+    args, kwargs = example.fresh()
+    if rung == "graph":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            _, captured = session.trace("", "graph", args, kwargs)
+        if not captured:
+            return session.refusals.get("", "its code cannot be traced")
+    else:
+        if rung == "layers":
+            session.leaves.update(path for path, module in session.root.named_modules() if next(module.children(), None) is not None)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            session.run_root(args, kwargs)
+    for path, layer in session.layers.items():
+        if path not in session.captures:
+            attach_graph(session.root.get_submodule(path), layer, session.strict)
+    for path, region in session.captures.items():
+        attach_graph(session.root.get_submodule(path), region, session.strict)
+    for inputs, expected, label in ((example, want, "on the example"), (bigger, want_bigger, "with one row more")):
+        if inputs is None:
+            continue
+        try:
+            difference = compare(expected, run(session.root, inputs))
+        except Exception as error:
+            difference = f"it fails with {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        if difference is not None:
+            return f"{difference} {label}"
+    return None
+
+
+def _reference_run(root: nn.Module, example: Example) -> tuple[list[str], Any]:
+    """The output of the model, and the names of the state that it writes to (which the copy then has for itself)."""
+    written: list[str] = []
+    while True:
+        names = {}
+        for path, module in root.named_modules():
+            for kind in (module._parameters, module._buffers):
+                for name, tensor in kind.items():
+                    full = f"{path}.{name}" if path else name
+                    if tensor is not None and full not in written and tensor.layout is torch.strided \
+                            and tensor.device.type != "meta" and tensor.numel():
+                        names[tensor.untyped_storage().data_ptr()] = full
+        try:
+            with _StateWatch(names):
+                return written, run(root, example)
+        except _StateWritten as state:
+            written.append(state.name)
+            path, _, leaf = state.name.rpartition(".")
+            module = root.get_submodule(path)
+            for kind in (module._parameters, module._buffers):
+                if kind.get(leaf) is not None:
+                    copied = kind[leaf].detach().clone()  # type: ignore[union-attr]
+                    kind[leaf] = nn.Parameter(copied) if kind is module._parameters else copied
+        except Exception as error:
+            raise InputError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
+

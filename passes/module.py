@@ -1,0 +1,295 @@
+"""What runs in the place of a user's module: the captured graph where it holds, the user's own forward elsewhere.
+
+A module that was captured, or whose weights became codes, gets a class of its own: a subclass of the user's class, so
+that ``isinstance``, methods, properties and attributes stay. Its parts:
+
+    GraphForward     forward() matches the call against the captured one and runs the graph; a call that the graph does
+                     not cover runs the user's forward and is counted in ``calls``
+    PackedWeights    ``module.weight`` is unpacked from its codes whenever Python asks for it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.graph_module import _forward_from_src
+
+from .call import Call, Slot, rebuild
+from .failures import GraphNotTaken
+from .trace import GuardFailed
+
+__all__ = ["Capture", "GraphForward", "Packed", "PackedWeights", "attach_graph", "attach_packed", "recurrent", "user_class"]
+
+
+@dataclasses.dataclass
+class Capture:
+    """A graph that answers some calls of one module.
+
+    ``kind`` is "graph" for the whole model, "region" for a module below one that stays Python, "layer" for a module
+    that owns weights and is used on its own when its parents run as Python.
+    """
+
+    path: str
+    kind: str
+    graph: fx.Graph
+    call: Call
+    template: Any
+    guards: list[str]
+    autocast: bool = False
+
+    def excludes(self, module: nn.Module) -> str | None:
+        """Why the graph cannot stand in for the module's forward in its present state; None if it can."""
+        if module.training:
+            return "training mode"
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return "autocast"
+        if "grad" in self.call.facts and torch.is_grad_enabled():
+            return "gradients through a no_grad block"
+        return None
+
+
+@dataclasses.dataclass
+class Packed:
+    """How one weight of a module is held: ``buffers`` are the names of its parts on the module, in the scheme's order.
+
+    ``layout`` turns the scheme's matrix [out, in] back into the weight.
+    """
+
+    scheme: Any
+    buffers: tuple[str, ...]
+    layout: Any
+    dtype: torch.dtype
+
+    def parts(self, module: nn.Module) -> dict[str, Tensor]:
+        return {part: getattr(module, name) for part, name in zip(self.scheme.parts, self.buffers, strict=True)}
+
+    def unpack(self, module: nn.Module) -> Tensor:
+        matrix = self.scheme.unpack(self.parts(module), self.layout.columns, self.dtype)
+        return self.layout.restore(matrix)
+
+
+class PackedWeights(nn.Module):
+    """A module some of whose weights are held as codes. They are unpacked at each access, never kept.
+
+    The parts of a tied weight lie on one module; the others reach them through ``_links``: name -> (module, its name).
+    """
+
+    _packed: dict[str, Packed]
+    _links: dict[str, tuple[nn.Module, str]]
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__
+        if name in state["_packed"]:
+            return state["_packed"][name].unpack(self)
+        if name in state["_links"]:
+            holder, there = state["_links"][name]
+            return getattr(holder, there)
+        return super().__getattr__(name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        scales = {name: self._buffers[name] for packed in self._packed.values() for name in packed.buffers
+                  if name in self._buffers}
+        result = super()._apply(fn, recurse)
+        for name, before in scales.items():
+            after = self._buffers[name]
+            if after.dtype != before.dtype:                    # .half() is for activations, not for scales
+                self._buffers[name] = before.to(after.device)
+        for packed in self._packed.values():
+            packed.dtype = _mapped_dtype(packed.dtype, fn)
+        return result
+
+
+class RecurrentWeights(nn.Module):
+    """For torch's recurrent modules, which keep a second list of their weights: the list is made when it is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_flat_weights":
+            return [getattr(self, n) for n in self._flat_weights_names]
+        return super().__getattr__(name)
+
+    def _init_flat_weights(self) -> None:
+        self.__dict__.pop("_flat_weights", None)
+
+    def flatten_parameters(self) -> None:
+        """Nothing to flatten: a list of unpacked weights has no memory of its own."""
+
+
+class GraphForward(nn.Module):
+    """A module whose forward is a captured graph wherever that covers the call."""
+
+    _capture: Capture
+    _graph: fx.Graph
+    _run: Callable
+    strict: bool
+    calls: Counter
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        capture = self._capture
+        reason: Any = capture.excludes(self)
+        if reason is None:
+            reason = capture.call.match(args, kwargs)
+        if type(reason) is list:
+            try:
+                results = self._run(self, *reason)
+            except GuardFailed as failed:
+                reason = str(failed)
+            else:
+                return results if type(capture.template) is Slot else rebuild(capture.template, results)
+        if self.strict:
+            raise GraphNotTaken(f"{capture.path or 'the model'}: the captured graph does not cover this call ({reason}); "
+                                f"quantize with other example_inputs, or with strict=False to run the module's own forward")
+        if not torch.compiler.is_compiling():
+            self.calls[reason] += 1
+        return super().forward(*args, **kwargs)
+
+    def recompile(self) -> Any:
+        """Compiles ``graph`` again after a change of it."""
+        code = self._graph.python_code(root_module="self")
+        self.__dict__["_code"] = code.src
+        self.__dict__["_run"] = _forward_from_src(code.src, code.globals, None)
+        return code
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        if _retarget(self._graph, fn):
+            self.recompile()
+            self._capture.call.leaves = tuple(
+                tuple(dataclasses.replace(leaf, device=_mapped_device(leaf.device, fn)) if getattr(leaf, "device", None) else leaf
+                      for leaf in leaves) for leaves in self._capture.call.leaves)
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in ("_run", "_code"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self._capture.graph = self._graph
+        self.recompile()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _copy_by_state(self, memo)
+
+    __str__ = nn.Module.__repr__
+
+
+def _copy_by_state(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    import copy
+    new = object.__new__(type(module))
+    memo[id(module)] = new
+    new.__setstate__(copy.deepcopy(module.__getstate__(), memo))  # type: ignore[attr-defined]
+    return new
+
+
+def _mapped_dtype(dtype: torch.dtype, fn: Callable[[Tensor], Tensor]) -> torch.dtype:
+    return fn(torch.empty(0, dtype=dtype)).dtype
+
+
+def _mapped_device(device: torch.device, fn: Callable[[Tensor], Tensor]) -> torch.device:
+    return fn(torch.empty(0, device=device)).device
+
+
+def _retarget(graph: fx.Graph, fn: Callable[[Tensor], Tensor]) -> bool:
+    """After ``.to(device)`` or ``.half()``: devices written in the graph, and dtypes of unpacked weights, follow."""
+    changed = False
+
+    def device(a: Any) -> Any:
+        return _mapped_device(a, fn) if isinstance(a, torch.device) else a
+
+    for node in graph.nodes:
+        args, kwargs = fx.map_aggregate((node.args, node.kwargs), device)
+        if "weight_dtype" in node.meta:
+            before = node.meta["weight_dtype"]
+            after = node.meta["weight_dtype"] = _mapped_dtype(before, fn)
+            args, kwargs = fx.map_aggregate((args, kwargs), lambda a, b=before, c=after: c if a is b else a)
+        if args != node.args or kwargs != node.kwargs:
+            node.args, node.kwargs, changed = args, kwargs, True
+    return changed
+
+
+# ---- classes made for a user's class ----
+
+def user_class(module: nn.Module) -> type:
+    """The class that the user wrote."""
+    return getattr(type(module), "_inro_user_class", type(module))
+
+
+@functools.lru_cache(maxsize=None)
+def _composed(user: type, parts: tuple[type, ...]) -> type:
+    after = (fx.GraphModule,) if GraphForward in parts and not issubclass(user, fx.GraphModule) else ()
+    namespace: dict[str, Any] = {"_inro_user_class": user, "_inro_parts": parts, "__module__": user.__module__,
+                                 "__qualname__": user.__qualname__, "__doc__": user.__doc__, "__reduce_ex__": _reduce}
+    if GraphForward in parts:
+        @functools.wraps(user.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return GraphForward.forward(self, *args, **kwargs)
+        namespace["forward"] = forward
+        namespace["__call__"] = user.__call__ if "__call__" in vars(user) else nn.Module.__call__
+        for name in ("graph", "code"):
+            if hasattr(user, name):
+                namespace[name] = getattr(user, name)
+    return type(user)(user.__name__, (*parts, user, *after), namespace)
+
+
+def _reduce(self: nn.Module, protocol: int) -> tuple:
+    state = self.__getstate__() if hasattr(type(self), "__getstate__") else self.__dict__.copy()
+    return _rebuild, (user_class(self), type(self)._inro_parts), state  # type: ignore[attr-defined]
+
+
+def _rebuild(user: type, parts: tuple[type, ...]) -> nn.Module:
+    return object.__new__(_composed(user, parts))
+
+
+def _add_part(module: nn.Module, part: type) -> None:
+    parts = getattr(type(module), "_inro_parts", ())
+    if part not in parts:
+        order = (GraphForward, PackedWeights, RecurrentWeights)
+        chosen = tuple(p for p in order if p in (*parts, part))
+        module.__class__ = _composed(user_class(module), chosen)
+
+
+def attach_graph(module: nn.Module, capture: Capture, strict: bool = False) -> None:
+    """Makes ``module`` run ``capture`` wherever it covers the call."""
+    if GraphForward not in getattr(type(module), "_inro_parts", ()):
+        _add_part(module, GraphForward)
+    module.__dict__.update(_capture=capture, _graph=capture.graph, strict=strict, calls=Counter())
+    capture.graph.owning_module = module
+    module.recompile()  # type: ignore[operator]
+
+
+def detach_graph(module: nn.Module) -> None:
+    """Back to the user's own forward."""
+    parts = tuple(p for p in getattr(type(module), "_inro_parts", ()) if p is not GraphForward)
+    module.__class__ = _composed(user_class(module), parts) if parts else user_class(module)
+    for name in ("_capture", "_graph", "strict", "calls", "_run", "_code"):
+        module.__dict__.pop(name, None)
+
+
+def attach_packed(module: nn.Module, name: str, packed: Packed, holder: nn.Module | None = None,
+                  there: tuple[str, ...] = ()) -> None:
+    """Makes ``module.name`` an unpacked view of its parts, which the module holds, or ``holder`` under other names."""
+    module.__dict__.setdefault("_packed", {})
+    module.__dict__.setdefault("_links", {})
+    _add_part(module, PackedWeights)
+    module._packed[name] = packed
+    if holder is not None and holder is not module:
+        module._links.update({mine: (holder, other) for mine, other in zip(packed.buffers, there, strict=True)})
+
+
+def recurrent(module: nn.Module) -> None:
+    """Makes the flat list of a recurrent module's weights follow the weights."""
+    _add_part(module, RecurrentWeights)
+    module.__dict__.pop("_flat_weights", None)
+
+
+def signature_of(module: nn.Module) -> inspect.Signature:
+    return inspect.signature(user_class(module).forward)
