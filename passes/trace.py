@@ -12,6 +12,7 @@ really runs. The same happens to a module that writes to its own state, has hook
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import copy
 import dataclasses
@@ -151,7 +152,19 @@ def _patch_factory(original: Callable) -> Callable:
     return factory
 
 
-_PATCHES = [(nn.Module, "__call__", _patch_call), (nn.Module, "__getattr__", _patch_getattr),
+def _patch_isinstance(original: Callable) -> Callable:
+    """A traced value is an instance of what its example is. (A ``__class__`` property would do, but torch's C++ code
+    asks the same question and would take the proxy for a real tensor.)"""
+    def isinstance(value: Any, kind: Any) -> bool:
+        if type(value) is ExampleProxy:
+            return original(value, kind) or original(value.example, kind)
+        return original(value, kind) or (type(value) is Shape and original(_NO_SIZE, kind))
+    return isinstance
+
+
+_NO_SIZE = torch.Size(())
+_PATCHES: list[tuple[Any, str, Callable]]
+_PATCHES = [(builtins, "isinstance", _patch_isinstance), (nn.Module, "__call__", _patch_call), (nn.Module, "__getattr__", _patch_getattr),
             (nn.Module, "__setattr__", _patch_setattr)]
 _PATCHES += [(torch, name, _patch_factory) for name in ("ones", "zeros", "empty", "rand", "randn")]
 
@@ -194,10 +207,6 @@ _IN_PLACE = {operator.setitem, operator.delitem, operator.iadd, operator.isub, o
 class Shape(tuple):
     """What ``x.shape`` is while tracing: a tuple of symbolic sizes that passes for a torch.Size."""
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
-        return torch.Size
-
     def __getitem__(self, index: Any) -> Any:
         item = tuple.__getitem__(self, index)
         return Shape(item) if isinstance(index, slice) else item
@@ -222,11 +231,6 @@ class ExampleProxy(fx.Proxy):
     def __init__(self, node: fx.Node, tracer: Tracer, example: Any, static: bool, from_values: bool):
         self.node, self.tracer = node, tracer
         self.example, self.static, self.from_values = example, static, from_values
-
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
-        kind = type(self.example)
-        return kind if issubclass(kind, (Tensor, int, float, tuple, list, dict)) else ExampleProxy
 
     # -- attributes and methods --
 
