@@ -53,6 +53,7 @@ class Call:
     specs: tuple[TreeSpec | None, ...] = ()    # of each parameter; None for one that is itself a leaf
     leaves: tuple[tuple[Leaf, ...], ...] = ()
     facts: frozenset[str] = frozenset()
+    passed: tuple[int, frozenset[str]] = (0, frozenset())      # how many values came by position, and which by keyword
 
     @classmethod
     def of(cls, forward: Callable, args: tuple, kwargs: dict) -> tuple[Call, list[Any]]:
@@ -64,7 +65,7 @@ class Call:
         named = [p for p in parameters if p.name not in (variadic, keywords)]
         extra = [name for name in (variadic, keywords) if name]
         call = cls(tuple([p.name for p in named] + extra), tuple(p.default for p in named), variadic, keywords,
-                   frozenset(by_kind[inspect.Parameter.KEYWORD_ONLY]))
+                   frozenset(by_kind[inspect.Parameter.KEYWORD_ONLY]), passed=(len(args), frozenset(kwargs)))
         values = call.bind(args, kwargs)
         if isinstance(values, str):
             inspect.signature(forward).bind(*args, **kwargs)           # raises Python's own words
@@ -136,20 +137,13 @@ class Call:
         return traced
 
     def spread(self, values: list[Any]) -> tuple[tuple, dict]:
-        """The parameters' values as (args, kwargs) for the user's forward."""
-        rest: tuple = ()
-        extra: dict = {}
-        values = list(values)
-        if self.keywords is not None:
-            extra = dict(values.pop())
-        if self.variadic is not None:
-            rest = tuple(values.pop())
-        names = self.names[:len(values)]
-        if rest:
-            cut = len(values) - len(self.keyword_only)
-            return (*values[:cut], *rest), dict(zip(names[cut:], values[cut:], strict=True)) | extra
-        args = tuple(v for n, v in zip(names, values, strict=True) if n not in self.keyword_only)
-        return args, {n: v for n, v in zip(names, values, strict=True) if n in self.keyword_only} | extra
+        """The parameters' values as (args, kwargs), spelled as the captured call spelled them."""
+        by_name = dict(zip(self.names, values, strict=True))
+        rest = tuple(by_name.pop(self.variadic)) if self.variadic is not None else ()
+        extra = dict(by_name.pop(self.keywords)) if self.keywords is not None else {}
+        count, keywords = self.passed
+        positional = list(by_name)[:min(count, len(self.defaults) - len(self.keyword_only))]
+        return (*[by_name[n] for n in positional], *rest), {n: by_name[n] for n in by_name if n in keywords} | extra
 
     def match(self, args: tuple, kwargs: dict) -> list[Any] | str:
         """The values of the graph's placeholders for this call, or the first thing that the graph does not cover."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -199,7 +200,8 @@ class Session:
         self.steps: list[tuple[str, str]] = []          # the rungs tried: (rung, outcome)
         self.python_uses: dict[tuple, Any] = {}         # uses of constants by code that stays Python
         self.leaves: set[str] = set()                   # modules that must not be traced into
-        self.adopted: dict[str, Tensor] = {}
+        self.hooked = {path for path, m in root.named_modules() if _has_foreign_hooks(m)}
+        self.made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()    # by code that is no node
         self.index()
 
     def index(self) -> None:
@@ -238,6 +240,8 @@ class Session:
 
     def adopt(self, path: str, tensor: Tensor) -> str:
         """Makes a tensor from outside the module tree a buffer of the module at ``path`` that is not saved."""
+        if self.made.get(id(tensor)) is tensor:
+            raise TraceError("gets a tensor from a module that stays Python, past its result")
         module = self.root.get_submodule(path)
         number = 0
         while hasattr(module, f"_constant_{number}"):
@@ -262,7 +266,7 @@ class Session:
             return "it is a ScriptModule"
         if "forward" in vars(module):
             return "its forward was patched"
-        if module._forward_hooks or module._forward_pre_hooks:
+        if path in self.hooked:
             return "it has forward hooks"
         return None
 
@@ -335,6 +339,13 @@ class Session:
         return None, False
 
 
+def _has_foreign_hooks(module: nn.Module) -> bool:
+    """Hooks that somebody put on the module; those that its own library has set are part of its forward, and are traced."""
+    library = user_class(module).__module__.partition(".")[0]
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(library in ("__main__", "torch") or getattr(h, "__module__", "").partition(".")[0] != library for h in hooks)
+
+
 _module_call = nn.Module.__call__
 
 
@@ -352,6 +363,9 @@ class _UseRecorder(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        for tensor in (result,) if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ():
+            if isinstance(tensor, Tensor):
+                self.session.made[id(tensor)] = tensor
         if active() is self.session:
             for use in observed_use(func, args, kwargs, self._alias):
                 self.session.python_uses.setdefault((self.path, use.constant, use.op), use)
@@ -467,8 +481,9 @@ def _facts_of(graph: fx.Graph) -> frozenset[str]:
 def capture(root: nn.Module, example: Example, mode: str = "auto", strict: bool = False,
             reference: Any = None) -> tuple[Session, Any]:
     """Captures ``root`` (a clone, changed in place: its modules run graphs afterwards); the session and the reference output."""
-    written, want = _reference_run(root, example)
     session = Session(root, strict)
+    written, want = _reference_run(root, example)
+    session.index()
     for name in written:
         session.refusals.setdefault(name.rpartition(".")[0], f"writes to its state {name}")
         session.leaves.add(name.rpartition(".")[0])

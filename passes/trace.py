@@ -23,6 +23,7 @@ import operator
 import os
 import sys
 import threading
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -97,7 +98,7 @@ class _Patches:
             if self.users > 1:
                 return
             for owner, name, patch in _PATCHES:
-                original = getattr(owner, name)
+                original = vars(owner).get(name, getattr(owner, name))
                 self.saved.append((owner, name, original))
                 setattr(owner, name, patch(original))
 
@@ -109,6 +110,9 @@ class _Patches:
 
 
 _patches = _Patches()
+
+
+_module_call = nn.Module.__call__
 
 
 def _patch_call(original: Callable) -> Callable:
@@ -146,20 +150,43 @@ def _patch_factory(original: Callable) -> Callable:
     """torch.ones(n, 3) with a symbolic n: the C parser wants the sizes in a tuple."""
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(active(), Tracer) and any(isinstance(a, fx.Proxy) for a in args):
+        if args and isinstance(active(), Tracer) and _any_proxy(args):
             args = args if isinstance(args[0], (tuple, list)) else (args,)
         return original(*args, **kwargs)
     return factory
 
 
 def _patch_isinstance(original: Callable) -> Callable:
-    """A traced value is an instance of what its example is. (A ``__class__`` property would do, but torch's C++ code
-    asks the same question and would take the proxy for a real tensor.)"""
+    """A traced value is an instance of what its example is, and of fx.Proxy for code that asks whether it is traced.
+
+    A ``__class__`` property would do, but torch's C++ code asks the same question and would take the proxy for a tensor.
+    """
     def isinstance(value: Any, kind: Any) -> bool:
         if type(value) is ExampleProxy:
-            return original(value, kind) or original(value.example, kind)
+            return original(value, kind) or original(value.example, kind) or kind is fx.Proxy
         return original(value, kind) or (type(value) is Shape and original(_NO_SIZE, kind))
     return isinstance
+
+
+def _patch_check(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def check(*args: Any, **kwargs: Any) -> Any:
+        frame = active()
+        condition = next((a for a in args[:2] if type(a) is ExampleProxy), None)
+        if condition is not None and isinstance(frame, Tracer) and condition.example is not False:
+            return frame.check(condition)
+        return original(*args, **kwargs)
+    return check
+
+
+def _patch_apply(original: Any) -> Any:
+    """A torch.autograd.Function is one node: its own forward and backward stay in charge."""
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        frame = active()
+        if isinstance(frame, Tracer) and (_any_proxy(args) or _any_proxy(kwargs.values())):
+            return frame.create("call_function", cls.apply, *args, **kwargs)  # type: ignore[attr-defined]
+        return original.__func__(cls, *args, **kwargs)
+    return classmethod(apply)
 
 
 _NO_SIZE = torch.Size(())
@@ -167,6 +194,9 @@ _PATCHES: list[tuple[Any, str, Callable]]
 _PATCHES = [(builtins, "isinstance", _patch_isinstance), (nn.Module, "__call__", _patch_call), (nn.Module, "__getattr__", _patch_getattr),
             (nn.Module, "__setattr__", _patch_setattr)]
 _PATCHES += [(torch, name, _patch_factory) for name in ("ones", "zeros", "empty", "rand", "randn")]
+_PATCHES += [(torch, name, _patch_check) for name in ("_assert", "_check", "_check_with", "_check_tensor_all",
+                                                         "_check_tensor_all_with")]
+_PATCHES += [(torch.autograd.Function, "apply", _patch_apply)]
 
 
 # ---- what the tracer intercepts ----
@@ -221,7 +251,7 @@ class Shape(tuple):
         return functools.reduce(operator.mul, self, 1)
 
 
-class ExampleProxy(fx.Proxy):
+class ExampleProxy:
     """A node together with the value that the example has there.
 
     ``static`` marks values that depend on no input (their sizes are plain numbers), ``from_values`` numbers that were
@@ -275,6 +305,9 @@ class ExampleProxy(fx.Proxy):
             return n if type(n) is int else n.__index__()
         return len(example)
 
+    def keys(self) -> Any:
+        return list(self.example) if isinstance(self.example, Mapping) else self.__getattr__("keys")()
+
     def __contains__(self, item: Any) -> bool:
         if isinstance(self.example, Tensor):
             raise TraceError(f"asks whether a tensor contains a value at {where()}")
@@ -291,7 +324,7 @@ class ExampleProxy(fx.Proxy):
         if isinstance(self.example, (bool, int, float)):
             value = kind(self.example)
             if not self.static:
-                self.tracer.guard(self, kind)
+                self.tracer.guard(self, kind, sys._getframe(2))
             return value
         if isinstance(self.example, Tensor) or not kind(self.example):
             raise TraceError(f"needs a tensor's value as a Python {kind.__name__} at {where()}")
@@ -351,6 +384,7 @@ class ExampleProxy(fx.Proxy):
         frame = active()
         if not isinstance(frame, Tracer):
             raise TraceError(f"a traced value reached {getattr(func, '__name__', func)} outside of the trace")
+        frame.forget_parsing(sys._getframe(1), (args, kwargs))
         return frame.call_function(func, args, kwargs or {})
 
 
@@ -421,6 +455,7 @@ class _Interceptor(TorchFunctionMode):
         if active() is not self.tracer:
             return func(*args, **kwargs)
         if func in FACTORIES or _any_proxy(args) or _any_proxy(tuple(kwargs.values())):
+            self.tracer.forget_parsing(sys._getframe(1), (args, kwargs))
             with self:
                 return self.tracer.call_function(func, args, kwargs)
         return func(*args, **kwargs)
@@ -454,6 +489,7 @@ class Tracer(TracerBase):
         self.facts: set[str] = set()
         self.guards: list[str] = []
         self._guarded: dict[fx.Node, set] = {}
+        self._fresh: list[tuple[types.FrameType, int, fx.Node, fx.Node]] = []
         self._read: dict[str, ExampleProxy] = {}
         self._attribute_names: dict[int, str] = {}
 
@@ -492,7 +528,7 @@ class Tracer(TracerBase):
             outer, last = self.module, self._last()
             self.module = path if path is not None else outer
             try:
-                result = module.forward(*args, **kwargs)
+                result = _module_call(module, *args, **kwargs)
                 if known:
                     self.session.saw_call(self, module, path, args, kwargs, result, last)
                 return result
@@ -632,22 +668,44 @@ class Tracer(TracerBase):
         if fact and not proxy.static:
             self.facts.add(fact)
 
-    def guard(self, proxy: ExampleProxy, kind: type) -> None:
+    def guard(self, proxy: ExampleProxy, kind: type, frame: types.FrameType | None = None) -> None:
+        """Records that the code went on with this number (or, ``kind`` bool, with its truth) as Python sees it now."""
         if proxy.from_values:
             raise TraceError(f"branches on the values of a tensor at {where()}")
-        value = kind(proxy.example) if kind is bool else proxy.example
+        self._require(proxy, kind is bool and not isinstance(proxy.example, bool))
+        if kind is int and frame is not None:
+            self._fresh.append((frame, frame.f_lasti, self._last(), proxy.node))
+
+    def _require(self, proxy: ExampleProxy, truth: bool) -> None:
         seen = self._guarded.setdefault(proxy.node, set())
-        if kind in seen or proxy.example.__class__ in seen:
+        if truth in seen or False in seen:
             return
-        seen.add(kind if kind is bool else type(proxy.example))
-        source = where()
-        checked = proxy.node
-        if kind is bool and not isinstance(proxy.example, bool):
-            checked = self.graph.create_node("call_function", operator.truth, (proxy.node,), {})
+        seen.add(truth)
+        checked, value = proxy.node, proxy.example
+        if truth:
+            checked, value = self.graph.create_node("call_function", operator.truth, (proxy.node,), {}), bool(value)
             checked.meta.update(module=self.module, droppable=True)
+        source = where()
         node = self.graph.create_node("call_function", guard, (checked, value, source), {})
         node.meta["module"] = self.module
         self.guards.append(source)
+
+    def forget_parsing(self, frame: types.FrameType, arguments: Any) -> None:
+        """Takes back guards on sizes that only the C argument parser of this very call had looked at."""
+        fresh, self._fresh = self._fresh, []
+        nodes = {p.node for p in _proxies(arguments)} if fresh else ()
+        for caller, instruction, node, number in fresh:
+            if caller is frame and instruction == frame.f_lasti and number in nodes and node.target is guard and node.args[0] is number:
+                self.graph.erase_node(node)
+                self._guarded[number].discard(False)
+                self.guards.pop()
+
+    def check(self, condition: ExampleProxy) -> None:
+        """torch._check and its like: a condition on which the code does not branch but insists, also on tensors' values."""
+        if isinstance(condition.example, Tensor):
+            condition = self.create("call_method", "item", self.create("call_method", "all", condition))
+        if type(condition) is ExampleProxy:
+            self._require(condition, not isinstance(condition.example, bool))
 
     # -- arguments --
 
@@ -674,6 +732,8 @@ class Tracer(TracerBase):
             return self._tensor_argument(a)
         if isinstance(a, torch.Size):
             return tuple(a)
+        if kind.__module__ == "numpy" and getattr(a, "shape", None) == ():
+            return a.item()
         if isinstance(a, tuple) and hasattr(a, "_fields"):
             return kind(*[self.create_arg(x) for x in a])
         try:

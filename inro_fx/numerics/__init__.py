@@ -1,0 +1,9 @@
+"""Pure tensor mathematics: scales and codes, storage of small integers, error measures, exact integer products."""
+
+from .affine import codes_of, scale_of, unscale
+from .bits import pack_bits, storage_bits, unpack_bits
+from .metrics import WeightError, output_error, weight_error
+from .products import int8_matmul, quantize_rows
+
+__all__ = ["WeightError", "codes_of", "int8_matmul", "output_error", "pack_bits", "quantize_rows", "scale_of", "storage_bits",
+           "unpack_bits", "unscale", "weight_error"]

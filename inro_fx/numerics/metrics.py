@@ -1,0 +1,67 @@
+"""How far a quantized thing is from the float one.
+
+    relative error = |x - x_hat| / |x|                (Frobenius norms)
+    SQNR           = -20 log10(relative error) dB     infinite where nothing was lost
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["WeightError", "output_error", "sqnr", "weight_error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightError:
+    """``relative`` and ``sqnr`` (dB) of a weight, and its largest absolute error ``largest``."""
+
+    relative: float
+    sqnr: float
+    largest: float
+
+
+def sqnr(relative: float) -> float:
+    """Signal to quantization noise in dB of a relative error.
+
+    >>> sqnr(0.01)
+    40.0
+    """
+    return math.inf if relative == 0 else -20 * math.log10(relative) if relative == relative else math.nan
+
+
+def _relative(noise: float, signal: float) -> float:
+    return 0.0 if noise == 0 else math.sqrt(noise / signal) if signal > 0 else math.inf
+
+
+def weight_error(weight: Tensor, restored: Tensor) -> WeightError:
+    """The error of ``restored`` as a copy of ``weight``, summed in float64 block by block."""
+    noise = signal = largest = 0.0
+    a, b = (weight.reshape(1, -1), restored.reshape(1, -1)) if weight.dim() < 2 else (weight.flatten(1), restored.flatten(1))
+    step = max(1, (1 << 19) // max(a.shape[1], 1))
+    for start in range(0, a.shape[0] if a.numel() else 0, step):
+        x = a[start:start + step]
+        x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        difference = x - b[start:start + step].to(x.dtype)
+        noise += difference.square().sum(dtype=torch.float64).item()
+        signal += x.square().sum(dtype=torch.float64).item()
+        largest = max(largest, difference.abs().max().item())
+    relative = _relative(noise, signal)
+    return WeightError(relative, sqnr(relative), largest)
+
+
+def output_error(want: Tensor, got: Tensor) -> float:
+    """Relative error of an output; places where the float output is infinite (masks) count only if they differ."""
+    if want.numel() == 0:
+        return 0.0
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    finite = want.isfinite()
+    same = finite if bool(finite.all()) else finite | (got == want)
+    if not bool(same.all()):
+        return math.inf
+    x, y = torch.where(finite, want, 0).to(wide), torch.where(finite, got.to(want.dtype), 0).to(wide)
+    noise = (x - y).abs().square().sum().item()
+    return _relative(noise, x.abs().square().sum().item()) if noise == noise else math.nan

@@ -1,0 +1,47 @@
+"""Exact products of integer matrices, on any device, from what plain torch offers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["int8_matmul", "quantize_rows"]
+
+_EXACT_COLUMNS = 1024      # 1024 * 128 * 128 = 2**24: float32 adds up that many products of int8 codes without rounding
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 codes of each row: [rows, in] floats -> [rows, in] int8 in -127..127 and [rows, 1] float32 scales.
+
+    A row of zeros has scale 1. NaN and infinity in a row make its scale NaN, so that they show in the result.
+
+    >>> quantize_rows(torch.tensor([[0., 127., -254.]]))
+    (tensor([[   0,   64, -127]], dtype=torch.int8), tensor([[2.]]))
+    """
+    x = x.float()
+    largest = x.abs().amax(1, keepdim=True) if x.shape[1] else x.new_zeros(x.shape[0], 1)
+    scale = largest / 127
+    scale = torch.where(largest.isfinite(), torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale), torch.nan)
+    codes = (x / scale).nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8)
+    return codes, scale
+
+
+def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """[rows, in] int8 times the transpose of [out, in] int8 -> [rows, out] int32, exact.
+
+    On CUDA ``torch._int_mm`` runs it where its rules hold (more than 16 rows, in and out divisible by 8). Everywhere
+    else float32 products over blocks of 1024 columns are exact, for at most 2**24 is summed, and as fast as float32 is.
+
+    >>> int8_matmul(torch.tensor([[1, 2]], dtype=torch.int8), torch.tensor([[3, 4], [5, 6]], dtype=torch.int8))
+    tensor([[11, 17]], dtype=torch.int32)
+    """
+    rows, columns = a.shape
+    if a.is_cuda and rows > 16 and columns % 8 == 0 and b.shape[0] % 8 == 0 and columns and b.shape[0]:
+        return torch._int_mm(a, b.t())
+    if columns <= _EXACT_COLUMNS:
+        return (a.float() @ b.float().t()).to(torch.int32)
+    total = torch.zeros(rows, b.shape[0], dtype=torch.int32, device=a.device)
+    for start in range(0, columns, _EXACT_COLUMNS):
+        block = slice(start, start + _EXACT_COLUMNS)
+        total += (a[:, block].float() @ b[:, block].float().t()).to(torch.int32)
+    return total

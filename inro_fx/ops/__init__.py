@@ -1,0 +1,8 @@
+"""The operators ``torch.ops.inro_fx.*``: one file each with its schema, reference, fake implementation and gradient.
+
+The reference implementations are plain ATen and run on any device. Importing this package registers all of them.
+"""
+
+from . import dequantize, embedding, linear, linear_dynamic
+
+__all__ = ["dequantize", "embedding", "linear", "linear_dynamic"]

@@ -1,0 +1,43 @@
+"""inro_fx::linear(x, codes, scale, bias, bits, group): x [..., in] -> [..., out], as F.linear with dequantized weights.
+
+Integer weights, float activations: x may be float32, float64, bfloat16 or float16, the result has its dtype.
+Gradients flow to x and bias.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dequantize import reference as dequantize
+from .library import define
+
+__all__ = ["linear"]
+
+
+def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int) -> Tensor:
+    return F.linear(x, dequantize(codes, scale, bits, group, x.shape[-1], x.dtype), bias)
+
+
+def fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[0]))
+
+
+def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, codes, scale, _, ctx.bits, ctx.group = inputs
+    ctx.columns = x.shape[-1]
+    ctx.save_for_backward(codes, scale)
+
+
+def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
+    codes, scale = ctx.saved_tensors
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_x = grad @ dequantize(codes, scale, ctx.bits, ctx.group, ctx.columns, grad.dtype)
+    if ctx.needs_input_grad[3]:
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+    return grad_x, None, None, grad_bias, None, None
+
+
+linear = define("linear(Tensor x, Tensor codes, Tensor scale, Tensor? bias, int bits, int group) -> Tensor",
+                reference, fake, setup, backward)

@@ -1,0 +1,38 @@
+"""Number formats. One file per scheme, one line in `SCHEMES` to give it a name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from ..errors import SchemeError
+from ..passes.scheme import Scheme
+from .int4 import int4
+from .int8 import int8
+from .int8_dynamic import Int8Dynamic, int8_dynamic
+from .int8_rowwise_full import int8_rowwise_full
+from .int8_tensor import int8_tensor
+from .uniform import Uniform, uniform
+
+__all__ = ["SCHEMES", "Int8Dynamic", "Scheme", "Uniform", "find_scheme", "uniform"]
+
+SCHEMES: tuple[Scheme, ...] = (int8, int8_tensor, int8_dynamic, int8_rowwise_full, int4)
+
+
+def find_scheme(scheme: str | Scheme, known: Sequence[Scheme] = SCHEMES) -> Scheme:
+    """The scheme of that name, or the object itself.
+
+    Raises `SchemeError` with the nearest name for an unknown one, and for an object that is no scheme.
+    """
+    if isinstance(scheme, str):
+        names = [s.name for s in known]
+        if scheme in names:
+            return known[names.index(scheme)]
+        near = difflib.get_close_matches(scheme, names, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise SchemeError(f"unknown scheme {scheme!r}: {hint}the schemes are {', '.join(names)}, "
+                          f"and inro_fx.uniform(quant_max) for any other number of steps")
+    missing = [m for m in ("name", "parts", "pack", "unpack", "bound", "operator") if not hasattr(scheme, m)]
+    if missing:
+        raise SchemeError(f"{type(scheme).__name__} is no scheme: it lacks {', '.join(missing)} (see docs/add-a-scheme.md)")
+    return scheme

@@ -1,0 +1,5 @@
+"""int8: eight-bit weights with a scale per output channel, float activations. The default."""
+
+from .uniform import Uniform
+
+int8 = Uniform("int8", 127)

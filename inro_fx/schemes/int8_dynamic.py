@@ -1,0 +1,32 @@
+"""int8_dynamic: int8 weights, and activations quantized to int8 per token at run time; linears multiply integers.
+
+    x_scale = max(|x|) / 127 for each row of the flattened input, x_codes = round(x / x_scale)
+    y       = (x_codes @ codes.T) * x_scale * scale + bias            the product is exact in int32
+
+Operators other than linear use the weights as int8 does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .uniform import Uniform
+
+__all__ = ["Int8Dynamic", "int8_dynamic"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Dynamic(Uniform):
+    """`Uniform` weights whose linears quantize their input per token."""
+
+    def operator(self, op: str) -> tuple[Callable, tuple[Any, ...]] | str:
+        if op == "linear":
+            return torch.ops.inro_fx.linear_dynamic.default, ()
+        return super().operator(op)
+
+
+int8_dynamic = Int8Dynamic("int8_dynamic", 127)

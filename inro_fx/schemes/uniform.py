@@ -1,0 +1,102 @@
+"""uniform(quant_max): symmetric codes -quant_max..quant_max, for any quant_max and granularity."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops  # noqa: F401 - registers torch.ops.inro_fx
+from ..errors import SchemeError
+from ..numerics import codes_of, pack_bits, scale_of, storage_bits, unpack_bits
+
+__all__ = ["Uniform", "uniform"]
+
+_DTYPES = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """codes = clamp(round(w / scale), low, quant_max), scale = max(|w|) / divisor, w_hat = codes * scale.
+
+    ``granularity`` is "channel" (a scale for each output channel), "tensor" (one scale), or the group size: a scale for
+    each so many inputs of a channel, the last group of a row may be short. Codes are stored in the smallest of 2 to 8,
+    16, 32 and 64 bits that holds them. The error of an element is at most scale / 2, plus the rounding of the result.
+    """
+
+    name: str
+    quant_max: int
+    granularity: str | int = "channel"
+    low: int | None = None                 # -quant_max unless a scheme uses the lowest code too
+    divisor: float | None = None           # quant_max unless a scheme says otherwise
+    parts: tuple[str, ...] = dataclasses.field(default=("codes", "scale"), repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.quant_max, bool) or not isinstance(self.quant_max, int):
+            raise SchemeError(f"quant_max must be an integer, got {self.quant_max!r}")
+        if not 1 <= self.quant_max < 2**63:
+            raise SchemeError(f"quant_max must be at least 1 and below 2**63, got {self.quant_max}")
+        grouped = isinstance(self.granularity, int) and not isinstance(self.granularity, bool)
+        if not (self.granularity in ("channel", "tensor") or (grouped and int(self.granularity) >= 1)):
+            raise SchemeError(f'granularity must be "channel", "tensor" or a group size of at least 1, got {self.granularity!r}')
+
+    @property
+    def bits(self) -> int:
+        """Bits that one code takes in memory."""
+        return storage_bits(self.lowest, self.quant_max)
+
+    @property
+    def lowest(self) -> int:
+        return -self.quant_max if self.low is None else self.low
+
+    @property
+    def group(self) -> int:
+        """The group size; 0 where a scale serves a whole row or more."""
+        return self.granularity if isinstance(self.granularity, int) else 0
+
+    def _scale(self, matrix: Tensor) -> Tensor:
+        divisor = float(self.quant_max) if self.divisor is None else self.divisor
+        scale = scale_of(matrix, divisor, None if self.granularity == "tensor" else self.group)
+        if self.divisor is None:            # the scale that quantizing the result again would find, so that it changes nothing
+            for _ in range(2):
+                scale = (scale * divisor / divisor).where(scale != 1, scale)
+        return scale
+
+    def pack(self, matrix: Tensor) -> dict[str, Tensor]:
+        scale = self._scale(matrix)
+        dtype = _DTYPES[max(self.bits, 8)]
+        codes = codes_of(matrix, scale, self.lowest, self.quant_max, self.group, dtype)
+        return {"codes": pack_bits(codes, self.bits) if self.bits < 8 else codes, "scale": scale}
+
+    def unpack(self, parts: Mapping[str, Any], columns: int, dtype: torch.dtype) -> Any:
+        return torch.ops.inro_fx.dequantize(parts["codes"], parts["scale"], self.bits, self.group, columns, dtype)
+
+    def integers(self, parts: Mapping[str, Tensor], columns: int) -> Tensor:
+        """The codes as [out, columns] integers, whatever their storage."""
+        return unpack_bits(parts["codes"], self.bits, columns) if self.bits < 8 else parts["codes"]
+
+    def bound(self, matrix: Tensor) -> Tensor:
+        from ..numerics.affine import expand
+        half = expand(self._scale(matrix), matrix.shape[1], self.group) / 2
+        rounding = torch.finfo(matrix.dtype if matrix.is_floating_point() else torch.float32).eps
+        return half * (1 + 1e-6) + matrix.abs().float() * (rounding + 2**-22)
+
+    def operator(self, op: str) -> tuple[Callable, tuple[Any, ...]] | str:
+        if op in ("linear", "embedding"):
+            return getattr(torch.ops.inro_fx, op).default, (self.bits, self.group)
+        return f"no integer operator for {op}"
+
+
+def uniform(quant_max: int, granularity: str | int = "channel") -> Uniform:
+    """A scheme with codes -quant_max..quant_max.
+
+    Raises `SchemeError` for quant_max below 1 or of 2**63 and more, and for an impossible granularity.
+
+    >>> uniform(7, granularity=32)
+    Uniform(name='uniform(7, 32)', quant_max=7, granularity=32, low=None, divisor=None)
+    """
+    return Uniform(f"uniform({quant_max})" if granularity == "channel" else f"uniform({quant_max}, {granularity})",
+                   quant_max, granularity)
