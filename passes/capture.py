@@ -199,6 +199,7 @@ class Session:
         self.refusals: dict[str, str] = {}              # path -> why its own code stays Python
         self.steps: list[tuple[str, str]] = []          # the rungs tried: (rung, outcome)
         self.python_uses: dict[tuple, Any] = {}         # uses of constants by code that stays Python
+        self.written: frozenset[str] = frozenset()      # parameters and buffers that a forward writes to
         self.leaves: set[str] = set()                   # modules that must not be traced into
         self.hooked = {path for path, m in root.named_modules() if _has_foreign_hooks(m)}
         self.made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()    # by code that is no node
@@ -231,6 +232,12 @@ class Session:
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
+
+    def forget_tensors(self) -> None:
+        """Lets go of the float weights."""
+        self._tensors.clear()
+        self._by_storage.clear()
+        self._by_id.clear()
 
     def path_of(self, module: nn.Module) -> str | None:
         return self._paths.get(id(module))
@@ -317,7 +324,7 @@ class Session:
                     values = tree_map(lambda x: x.detach().clone() if type(x) is Tensor else x, values)
 
                 def inputs(tracer: Tracer, call: Call = call, values: list = values) -> tuple[tuple, dict]:
-                    traced = call.capture(values, lambda name, example: tracer.placeholder(name, example))
+                    traced = call.capture(values, tracer.placeholder)
                     inputs.kept = [(traced, tree_flatten(traced))]  # type: ignore[attr-defined]
                     return call.spread(traced)
 
@@ -430,7 +437,7 @@ def _cut_out(tracer: Tracer, module: nn.Module, path: str, args: tuple, kwargs: 
             if type(item) is not ExampleProxy:
                 raise TraceError("takes a tensor that is no node")
             node = graph.create_node("placeholder", name, (), {})
-            node.meta["module"] = path
+            node.meta = {**item.node.meta, "module": path, "droppable": False}
             copies.setdefault(item.node, node)
             return item
         call.capture(values, placeholder)
@@ -484,6 +491,7 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", strict: bool 
     session = Session(root, strict)
     written, want = _reference_run(root, example)
     session.index()
+    session.written = frozenset(written)
     for name in written:
         session.refusals.setdefault(name.rpartition(".")[0], f"writes to its state {name}")
         session.leaves.add(name.rpartition(".")[0])

@@ -509,6 +509,8 @@ class Tracer(TracerBase):
     def placeholder(self, name: str, example: Any) -> ExampleProxy:
         node = self.graph.create_node("placeholder", name, (), {})
         node.meta["module"] = self.path
+        if isinstance(example, Tensor):
+            node.meta["example"] = (example.dtype, tuple(example.shape))
         return ExampleProxy(node, self, example, static=False, from_values=False)
 
     def relative(self, path: str) -> str:
@@ -573,7 +575,8 @@ class Tracer(TracerBase):
             node.meta.update(module=self.module, droppable=True)
             constant: Constant | None = self.session.constants.get(full)
             if constant is not None:
-                node.meta["alias"] = Alias(constant.name, tuple((i,) for i in range(len(constant.shape))))
+                node.meta["alias"] = Alias(constant.name, tuple((i,) for i in range(len(constant.shape))), constant.shape)
+            node.meta["example"] = (value.dtype, tuple(value.shape))
             self._read[full] = ExampleProxy(node, self, value.detach(), static=True, from_values=False)
         return self._read[full]
 
@@ -626,6 +629,7 @@ class Tracer(TracerBase):
         from_values = any(p.from_values for p in proxies)
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         if isinstance(value, Tensor):
+            node.meta["example"] = (value.dtype, tuple(value.shape))
             node.meta["droppable"] = node.target is operator.getitem and first is not None and not isinstance(first.example, Tensor)
             self._set_alias(node, value, proxies, name)
             return ExampleProxy(node, self, value, static, False)
@@ -660,7 +664,7 @@ class Tracer(TracerBase):
         if seen is not None:
             node.meta["alias"] = seen
         elif value.shape == source.example.shape and name in ELEMENTWISE and (alone or name in ("type_as", "to")):
-            node.meta["alias"] = alias
+            node.meta["alias"] = dataclasses.replace(alias, view=False)
 
     # -- facts and guards --
 

@@ -72,7 +72,7 @@ class Uniform:
         return {"codes": pack_bits(codes, self.bits) if self.bits < 8 else codes, "scale": scale}
 
     def unpack(self, parts: Mapping[str, Any], columns: int, dtype: torch.dtype) -> Any:
-        return torch.ops.inro_fx.dequantize(parts["codes"], parts["scale"], self.bits, self.group, columns, dtype)
+        return torch.ops.inro_fx.dequantize.default(parts["codes"], parts["scale"], self.bits, self.group, columns, dtype)
 
     def integers(self, parts: Mapping[str, Tensor], columns: int) -> Tensor:
         """The codes as [out, columns] integers, whatever their storage."""

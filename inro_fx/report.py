@@ -1,0 +1,321 @@
+"""What quantization did to each layer, as numbers measured on the stored codes.
+
+`make_record` collects the facts once, while the float model is still there; `report` turns them into a `Report`, whose
+``str()`` is the table of docs/report.md and which converts to JSON, CSV and Markdown.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .errors import ModelError
+from .numerics import output_error
+from .passes.capture import Session
+from .passes.targets import Plan, Target
+
+__all__ = ["Report", "Row", "Skipped", "report"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One quantized use of a weight.
+
+    ``layer`` is the module path (or the parameter's, where a module has several); ``shape`` is the weight's. Errors are
+    relative (Frobenius norms), None where they were not measured; bytes are counted at a weight's first use.
+    """
+
+    layer: str
+    op: str
+    shape: tuple[int, ...]
+    scheme: str
+    scale_min: float | None
+    scale_mean: float | None
+    scale_max: float | None
+    weight_error: float
+    weight_sqnr: float
+    weight_max: float
+    isolated: float | None
+    propagated: float | None
+    float_bytes: int
+    quantized_bytes: int
+    kernel: str
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        return self.quantized_bytes / self.float_bytes if self.float_bytes else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """A weight that stayed float, and why."""
+
+    layer: str
+    shape: tuple[int, ...]
+    reason: str
+    float_bytes: int
+
+
+@dataclasses.dataclass
+class Record:
+    """The facts that the quantized model carries for `report`: plain data, copied and pickled with the model."""
+
+    rows: list[Row]
+    skipped: list[Skipped]
+    steps: list[tuple[str, str]]
+    regions: list[tuple[str, str]]              # (module path, why its own code stays Python)
+    nodes: int                                  # of the root's graph; 0 where the root stays Python
+    guards: list[str]
+    output_error: float
+    float_bytes: int                            # of every tensor that the float model stores
+    errors: dict[tuple[str, str], float | None]  # (capture, target node) -> propagated or isolated error, for drawing
+
+
+def stored_tensors(model: nn.Module) -> int:
+    """Bytes of everything in the model's state_dict, shared tensors counted once."""
+    seen: dict[Any, int] = {}
+    for module in model.modules():
+        for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+            if tensor is None or name in module._non_persistent_buffers_set:
+                continue
+            try:
+                key: Any = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape)) \
+                    if tensor.numel() and tensor.device.type != "meta" else id(tensor)
+            except (RuntimeError, NotImplementedError):
+                key = id(tensor)
+            seen[key] = tensor.numel() * tensor.element_size()
+    return sum(seen.values())
+
+
+def make_record(session: Session, chosen: Plan, targets: list[Target], graphs: Mapping[str, Any], errors: Mapping[Any, Any],
+                facts: Mapping[str, Any], want: Any, got: Any, float_bytes: int) -> Record:
+    rows, counted = [], set()
+    kernels = {(path, node.meta.get("target", node.name)): node.meta for path, graph in graphs.items() for node in graph.nodes}
+    for target in targets:
+        decision = chosen.decisions.get(target.use.constant)
+        if decision is None:
+            continue
+        constant, fact, error = decision.constant, facts[target.use.constant], errors[target.key]
+        first = constant.name not in counted
+        counted.add(constant.name)
+        meta = kernels.get(target.key, {}) if target.node is not None else {}
+        scale = fact["scale"] or (None, None, None)
+        rows.append(Row(
+            layer=_layer_name(target, constant), op=target.use.op, shape=constant.shape, scheme=decision.scheme.name,
+            scale_min=scale[0], scale_mean=scale[1], scale_max=scale[2], weight_error=fact["error"].relative,
+            weight_sqnr=fact["error"].sqnr, weight_max=fact["error"].largest, isolated=error.isolated,
+            propagated=error.propagated, float_bytes=constant.bytes if first else 0,
+            quantized_bytes=fact["bytes"] if first else 0,
+            kernel=meta.get("kernel", f"dequantize + {target.use.op}") if target.node is not None else "dequantize (Python)",
+            note=meta.get("unfused", "") if first else f"shares the codes of {constant.name}"))
+    skipped = [Skipped(s.constant.name, s.constant.shape, s.reason, s.constant.bytes) for s in chosen.skips]
+    by_target = {t.key: errors[t.key].propagated if errors[t.key].propagated is not None else errors[t.key].isolated
+                 for t in targets if t.key in errors}
+    root = session.captures.get("")
+    return Record(rows, skipped, list(session.steps), sorted(session.refusals.items()),
+                  len(root.graph.nodes) if root is not None else 0, [g for c in session.captures.values() for g in c.guards],
+                  _worst(want, got), float_bytes, by_target)
+
+
+def _layer_name(target: Target, constant: Any) -> str:
+    """The module path where the module's weight is called weight, else the weight's own path."""
+    here = [n for n in constant.names if n.rpartition(".")[0] == target.module]
+    name = here[0] if here else constant.name
+    path, _, leaf = name.rpartition(".")
+    return path if leaf == "weight" and path else name
+
+
+def _worst(want: Any, got: Any) -> float:
+    """The largest relative error over the floating-point leaves of an output."""
+    pairs = zip(_leaves(want), _leaves(got), strict=False)
+    errors = [output_error(a, b) for a, b in pairs if a.is_floating_point() and a.shape == b.shape]
+    return max(errors, default=0.0, key=lambda e: math.inf if math.isnan(e) else e)
+
+
+def _leaves(value: Any, depth: int = 3) -> list[Tensor]:
+    found: list[Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
+            found.extend(_leaves(list(vars(leaf).values()), depth - 1))
+    return found
+
+
+# ---- the report ----
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One `Row` per quantized use of a weight, one `Skipped` per weight that stayed float, and the totals.
+
+    ``float_bytes`` and ``quantized_bytes`` are measured storage of the whole model, shared tensors counted once.
+    ``outside`` counts the calls since quantization that the graph did not cover, by reason.
+    """
+
+    rows: list[Row]
+    skipped: list[Skipped]
+    float_bytes: int
+    quantized_bytes: int
+    output_error: float
+    steps: list[tuple[str, str]]
+    regions: list[tuple[str, str]]
+    nodes: int
+    guards: list[str]
+    outside: dict[str, int]
+
+    @property
+    def coverage(self) -> float:
+        """The share of all weight bytes that became codes."""
+        quantized = sum(r.float_bytes for r in self.rows)
+        total = quantized + sum(s.float_bytes for s in self.skipped)
+        return quantized / total if total else 0.0
+
+    def worst(self, count: int = 5) -> list[Row]:
+        """The rows with the largest isolated error first."""
+        return sorted(self.rows, key=lambda r: -(r.isolated if r.isolated is not None else r.weight_error))[:count]
+
+    # -- forms --
+
+    def __str__(self) -> str:
+        return "\n\n".join(self._sections("simple"))
+
+    def to_markdown(self) -> str:
+        """The same tables as GitHub Markdown."""
+        return "\n\n".join(self._sections("github"))
+
+    def to_json(self) -> str:
+        """Everything, unrounded; infinities and NaN as strings."""
+        data = {**dataclasses.asdict(self), "coverage": self.coverage}
+        return json.dumps(_plain(data), indent=1, allow_nan=False)
+
+    def to_csv(self) -> str:
+        """One line per row and per skipped weight, unrounded; the column ``reason`` is empty for rows."""
+        names = [f.name for f in dataclasses.fields(Row)] + ["reason"]
+        out = io.StringIO()
+        writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
+        writer.writeheader()
+        for entry in (*self.rows, *self.skipped):
+            writer.writerow({**dataclasses.asdict(entry), "shape": "x".join(map(str, entry.shape))})
+        return out.getvalue()
+
+    def _sections(self, style: str) -> list[str]:
+        sections = []
+        if self.rows:
+            head = ["layer", "op", "shape", "scheme", "scale", "w SQNR", "isolated", "propagated", "KiB", "ratio", "kernel"]
+            names = _shortened([r.layer for r in self.rows], 30)
+            body = [[name, r.op, "x".join(map(str, r.shape)), r.scheme, _short(r.scale_mean), _decibel(r.weight_sqnr),
+                     _percent(r.isolated), _percent(r.propagated), _kib(r.quantized_bytes) if r.float_bytes else "shared",
+                     f"{r.ratio:.2f}" if r.ratio is not None else "", _kernel(r)] for name, r in zip(names, self.rows, strict=True)]
+            sections.append(tabulate(body, head, tablefmt=style, disable_numparse=True,
+                                     colalign=("left", "left", "left", "left", *["right"] * 6, "left")))
+        if self.skipped:
+            body = [[_fold(s.layer, 40), "x".join(map(str, s.shape)), _kib(s.float_bytes), _fold(s.reason, 56)] for s in self.skipped]
+            sections.append(tabulate(body, ["left float", "shape", "KiB", "why"], tablefmt=style, disable_numparse=True,
+                                     colalign=("left", "left", "right", "left")))
+        sections.append("\n".join(self._totals()))
+        return sections
+
+    def _totals(self) -> list[str]:
+        saved = 1 - self.quantized_bytes / self.float_bytes if self.float_bytes else 0.0
+        lines = [f"whole model   {_kib(self.float_bytes)} KiB -> {_kib(self.quantized_bytes)} KiB ({saved:.1%} saved); "
+                 f"{self.coverage:.1%} of the weight bytes are codes",
+                 f"final output  relative error {_percent(self.output_error)} on the example"]
+        if self.nodes:
+            lines.append(f"captured      one graph of {self.nodes} nodes, {len(self.guards)} guards on sizes")
+        else:
+            lines.append("captured      " + "; ".join(f"{rung}: {outcome}" for rung, outcome in self.steps))
+        for path, reason in self.regions[:8]:
+            lines.append(f"  runs as Python: {path or 'the model itself'} ({reason})")
+        if len(self.regions) > 8:
+            lines.append(f"  ... and {len(self.regions) - 8} more")
+        for reason, count in sorted(self.outside.items(), key=lambda kv: -kv[1])[:4]:
+            lines.append(f"  {count} call{'s' if count > 1 else ''} outside the graph: {reason}")
+        return lines
+
+
+def report(model: nn.Module) -> Report:
+    """The report of a model that `inro_fx.quantize_graph` made.
+
+    Raises `ModelError` for any other model.
+    """
+    record: Record | None = getattr(model, "__dict__", {}).get("_inro")
+    if record is None:
+        raise ModelError(f"this {type(model).__name__} was not made by inro_fx.quantize_graph, so there is nothing to report")
+    outside: Counter = Counter()
+    calls = model.__dict__.get("calls")
+    if calls is not None:
+        outside.update(calls)
+    return Report(record.rows, record.skipped, record.float_bytes, stored_tensors(model), record.output_error, record.steps,
+                  record.regions, record.nodes, record.guards, dict(outside))
+
+
+# ---- numbers as text ----
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value * 100:.2g}%" if 0 < value < 0.1 else f"{value:.1%}" if math.isfinite(value) else str(value)
+
+
+def _decibel(value: float) -> str:
+    return "exact" if value == math.inf else f"{value:.1f}"
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
+
+
+def _kib(count: int) -> str:
+    return f"{count / 1024:,.1f}" if count < 1024 * 1024 else f"{count / 1024:,.0f}"
+
+
+def _kernel(row: Row) -> str:
+    return row.kernel.removeprefix("inro_fx.")
+
+
+def _fold(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    lines, line = [], ""
+    for word in text.split(" "):
+        while len(word) > width:
+            lines.append((line + " " + word[:width - len(line) - 1]).strip() if line else word[:width])
+            word, line = word[len(lines[-1]) - (len(line) + 1 if line else 0):], ""
+        if line and len(line) + 1 + len(word) > width:
+            lines.append(line)
+            line = word
+        else:
+            line = f"{line} {word}" if line else word
+    return "\n".join([*lines, line] if line else lines)
+
+
+def _shortened(names: list[str], width: int) -> list[str]:
+    """Long paths lose their common beginning, then their middle; they stay different from each other."""
+    if max(map(len, names), default=0) <= width:
+        return names
+    pieces = [n.split(".") for n in names]
+    common = 0
+    while all(len(p) > common + 1 and p[common] == pieces[0][common] for p in pieces):
+        common += 1
+    short = [("…." if common else "") + ".".join(p[common:]) for p in pieces]
+    return [s if len(s) <= width else s[:width // 3] + "…" + s[-(width - width // 3 - 1):] for s in short]

@@ -1,0 +1,226 @@
+"""From graphs to a plan: which weights are quantized, with which scheme and layout, and why the others are not.
+
+Nothing is rewritten here. `plan` gives every weight of two or more dimensions exactly one fate: a `Decision` (with the
+`Target`s that use it) or a `Skip` with the reason that the report shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .capture import Session
+from .carriers import CARRIERS, Use, name_of_target, observed_use
+from .constants import Constant
+from .failures import SchemeError
+from .module import user_class
+from .scheme import Identity, Layout, Scheme
+
+__all__ = ["Decision", "Plan", "Skip", "Target", "find_targets", "plan"]
+
+OPS = frozenset(c.op for c in CARRIERS)
+LEAST_SAVING = 0.9         # a weight whose stored form would take more than this share of its float bytes stays float
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One use of a weight: node ``node`` of the capture at ``capture``, or (node None) code of ``module`` that stays Python."""
+
+    capture: str
+    node: str | None
+    module: str
+    use: Use
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.capture, self.node if self.node is not None else f"{self.use.constant}:{self.use.op}"
+
+
+@dataclasses.dataclass
+class Decision:
+    """A weight that is quantized: with ``scheme``, seen as a matrix by ``layout``, its parts stored as ``buffers``.
+
+    The parts in ``single_row`` serve every row of the matrix (one scale for the whole weight).
+    """
+
+    constant: Constant
+    scheme: Scheme
+    layout: Layout
+    targets: list[Target]
+    buffers: tuple[str, ...]
+    single_row: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Skip:
+    """A weight that stays float, and why."""
+
+    constant: Constant
+    reason: str
+
+
+@dataclasses.dataclass
+class Plan:
+    decisions: dict[str, Decision]           # by the constant's name
+    skips: list[Skip]
+
+
+def find_targets(session: Session) -> list[Target]:
+    """Every use of a constant by a carrier, in graphs and in code that stays Python, in the order of execution."""
+    found = []
+    for path, capture in session.captures.items():
+        for node in capture.graph.nodes:
+            for use in uses_of(node):
+                found.append(Target(path, node.name, node.meta.get("module", path), use))
+    seen = {t.use.constant for t in found}
+    for (path, constant, _), use in session.python_uses.items():
+        if constant not in seen:
+            found.append(Target(path, None, path, use))
+    return found
+
+
+def uses_of(node: fx.Node) -> Iterator[Use]:
+    """The constants that a node multiplies by or looks up in."""
+    if node.op in ("call_function", "call_method"):
+        yield from observed_use(node.target, node.args, node.kwargs,
+                                lambda a: a.meta.get("alias") if isinstance(a, fx.Node) else None)
+
+
+class Overrides:
+    """``{pattern: scheme or None}``: a pattern is a glob of module paths, a module class, or the name of an operator.
+
+    A path pattern matches the module and everything below it. The first match wins; `unused` lists the others.
+    """
+
+    def __init__(self, overrides: Mapping[Any, Any] | None, root: nn.Module):
+        self.entries = list((overrides or {}).items())
+        self.root = root
+        self.used: set[int] = set()
+        for key, _ in self.entries:
+            if not isinstance(key, (str, type)):
+                raise SchemeError(f"overrides: {key!r} is neither a module path, a module class nor an operator name")
+
+    def match(self, target: Target, names: tuple[str, ...]) -> tuple[bool, Any, Any]:
+        """(matched, pattern, scheme) for one use of a weight known as ``names``."""
+        paths = [target.module] + [p for p in (name.rpartition(".")[0] for name in names) if p == target.module or target.node is None
+                                   or not any(n.rpartition(".")[0] == target.module for n in names)]
+        for index, (key, scheme) in enumerate(self.entries):
+            if self._matches(key, target, paths, names):
+                self.used.add(index)
+                return True, key, scheme
+        return False, None, None
+
+    def _matches(self, key: Any, target: Target, paths: list[str], names: tuple[str, ...]) -> bool:
+        if isinstance(key, type):
+            return any(issubclass(user_class(self.root.get_submodule(p)), key) for p in paths)
+        if key in OPS and key not in dict(self.root.named_modules()):
+            return target.use.op == key
+        candidates = {*paths, *names}
+        return any(fnmatch.fnmatchcase(part, key) for c in candidates for part in _prefixes(c))
+
+    @property
+    def unused(self) -> list[Any]:
+        return [key for index, (key, _) in enumerate(self.entries) if index not in self.used]
+
+
+def _prefixes(path: str) -> list[str]:
+    pieces = path.split(".")
+    return [".".join(pieces[:i]) for i in range(1, len(pieces) + 1)] or [""]
+
+
+def plan(session: Session, targets: list[Target], default: Scheme | None, overrides: Overrides,
+         resolve: Any, frozen: set[str] = frozenset()) -> Plan:  # type: ignore[assignment]
+    """Decides for every weight. ``resolve`` turns what an override names into a scheme; ``frozen`` weights are written to."""
+    by_constant: dict[str, list[Target]] = {}
+    for target in targets:
+        by_constant.setdefault(target.use.constant, []).append(target)
+    decisions: dict[str, Decision] = {}
+    skips = []
+    for constant in dict.fromkeys(session.constants.values()):
+        uses = by_constant.get(constant.name, [])
+        if not constant.parameter and not any(t.use.op not in ("embedding", "embedding_bag") for t in uses):
+            continue                                     # tables in buffers are not weights
+        outcome = _decide(session, constant, uses, default, overrides, resolve, frozen)
+        if isinstance(outcome, Decision):
+            decisions[constant.name] = outcome
+        elif constant.parameter:
+            skips.append(Skip(constant, outcome))
+    for key in overrides.unused:
+        warnings.warn(f"overrides: {key!r} matches no layer", stacklevel=3)
+    return Plan(decisions, skips)
+
+
+def _decide(session: Session, constant: Constant, uses: list[Target], default: Scheme | None, overrides: Overrides,
+            resolve: Any, frozen: set[str]) -> Decision | str:
+    if not uses:
+        return _why_unused(session, constant)
+    scheme: Any = None
+    for target in uses:
+        matched, key, chosen = overrides.match(target, constant.names)
+        chosen = resolve(chosen) if matched and chosen is not None else chosen
+        if matched and chosen is None:
+            who = f"overrides[{key if isinstance(key, str) else key.__name__!r}] leaves it float"
+            others = len({t.module for t in uses}) > 1
+            return who + (f" (at {target.module}; one table serves {len(uses)} uses, so nothing is saved)" if others else "")
+        scheme = scheme or (chosen if matched else default)
+    if scheme is None:
+        return "no scheme"
+    if constant.dtype.is_complex:
+        return f"{str(constant.dtype).removeprefix('torch.')} weight: only real floating-point weights are quantized"
+    if constant.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        return f"{str(constant.dtype).removeprefix('torch.')} weight: only floating-point weights are quantized"
+    if frozen & set(constant.names):
+        return "its own forward writes to it (such as an embedding with max_norm)"
+    first = min(uses, key=lambda t: t.use.op in ("embedding", "embedding_bag"))
+    layout = Layout.of(constant.shape, first.use.reduced, first.use.groups)
+    tensor = session.tensor(constant.name)
+    if 0 in constant.shape:
+        return "it is empty"
+    if not bool(torch.isfinite(tensor.detach().sum())) and not bool(torch.isfinite(tensor.detach()).all()):
+        warnings.warn(f"{constant.name} holds NaN or infinity and was left float", stacklevel=4)
+        return "it holds NaN or infinity"
+    size, single_row = stored_form(scheme, layout, constant.dtype)
+    if size > LEAST_SAVING * constant.bytes and not isinstance(scheme, Identity):
+        return f"{scheme.name} would take {size} bytes in the place of {constant.bytes}"
+    return Decision(constant, scheme, layout, uses, _buffer_names(session, constant, scheme), single_row)
+
+
+def stored_form(scheme: Scheme, layout: Layout, dtype: torch.dtype) -> tuple[int, frozenset[str]]:
+    """Bytes of the stored parts, and which of them have one row for all, found by packing two rows of zeros."""
+    parts = scheme.pack(torch.zeros(2, layout.columns, dtype=dtype))
+    single = frozenset(name for name, part in parts.items() if part.shape[0] == 1)
+    rows = {name: 1 if name in single else layout.rows for name in parts}
+    return sum(p[0].numel() * p.element_size() * rows[name] for name, p in parts.items()), single
+
+
+def _buffer_names(session: Session, constant: Constant, scheme: Scheme) -> tuple[str, ...]:
+    """``weight_codes``, ``weight_scale``, or the next free names where the model has such attributes of its own."""
+    leaves = {name.rpartition(".")[2] for name in constant.names}
+    owners = [session.root.get_submodule(name.rpartition(".")[0]) for name in constant.names]
+    for suffix in ("", *(f"_{i}" for i in range(1, 1000))):
+        endings = [f"_{part}{suffix}" for part in scheme.parts]
+        if not any(hasattr(o, leaf + e) for o in owners for leaf in leaves for e in endings):
+            break
+    return tuple(constant.name.rpartition(".")[2] + e for e in endings)
+
+
+def _why_unused(session: Session, constant: Constant) -> str:
+    users = set()
+    for capture in session.captures.values():
+        for node in capture.graph.nodes:
+            alias = node.meta.get("alias")
+            if alias is not None and alias.constant == constant.name:
+                users.update(name_of_target(u.target) if u.op != "call_module" else u.target for u in node.users if "alias" not in u.meta)
+    users.discard("output")
+    if users:
+        return f"used by {', '.join(sorted(str(u) for u in users))} only: no operator that multiplies by it"
+    for path, reason in session.refusals.items():
+        if not path or constant.module == path or constant.module.startswith(path + "."):
+            return f"not seen in an operator ({path or 'the model'} stays Python: {reason})"
+    return "the example does not reach it"
