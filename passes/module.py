@@ -10,6 +10,7 @@ that ``isinstance``, methods, properties and attributes stay. Its parts:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -23,6 +24,7 @@ from torch.fx.graph_module import _forward_from_src
 
 from .call import Call, Slot, rebuild
 from .failures import GraphNotTaken
+from .plain import GraphData
 from .trace import GuardFailed
 
 __all__ = ["Capture", "GraphForward", "Packed", "PackedWeights", "attach_graph", "attach_packed", "recurrent", "user_class"]
@@ -42,10 +44,11 @@ class Capture:
     call: Call
     template: Any
     guards: list[str]
-    autocast: bool = False
 
-    def excludes(self, module: nn.Module) -> str | None:
+    def excludes(self, module: GraphForward) -> str | None:
         """Why the graph cannot stand in for the module's forward in its present state; None if it can."""
+        if "dtype" in self.call.facts and module.float_dtypes[0] != module.float_dtypes[1]:
+            return "another dtype of the weights"
         if module.training:
             return "training mode"
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -116,6 +119,10 @@ class RecurrentWeights(nn.Module):
 
     def _init_flat_weights(self) -> None:
         self.__dict__.pop("_flat_weights", None)
+        self.__dict__["_flat_weight_refs"] = []
+
+    def _update_flat_weights(self) -> None:
+        """Nothing to update: the list is made at each read."""
 
     def flatten_parameters(self) -> None:
         """Nothing to flatten: a list of unpacked weights has no memory of its own."""
@@ -129,6 +136,7 @@ class GraphForward(nn.Module):
     _run: Callable
     strict: bool
     calls: Counter
+    float_dtypes: tuple[torch.dtype, torch.dtype]      # of the weights: when captured, and now
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         capture = self._capture
@@ -158,6 +166,7 @@ class GraphForward(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
+        self.__dict__["float_dtypes"] = (self.float_dtypes[0], _mapped_dtype(self.float_dtypes[1], fn))
         if _retarget(self._graph, fn):
             self.recompile()
             self._capture.call.leaves = tuple(
@@ -169,25 +178,28 @@ class GraphForward(nn.Module):
         state = dict(self.__dict__)
         for name in ("_run", "_code"):
             state.pop(name, None)
+        state["_graph"] = GraphData.of(self._graph)
+        state["_capture"] = dataclasses.replace(self._capture, graph=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        self._capture.graph = self._graph
+        self.__dict__["_graph"] = self._capture.graph = state["_graph"].graph()
+        self._graph.owning_module = self
         self.recompile()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _copy_by_state(self, memo)
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new
+
+    def __copy__(self) -> Any:
+        new = object.__new__(type(self))
+        new.__setstate__(self.__getstate__())
+        return new
 
     __str__ = nn.Module.__repr__
-
-
-def _copy_by_state(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    import copy
-    new = object.__new__(type(module))
-    memo[id(module)] = new
-    new.__setstate__(copy.deepcopy(module.__getstate__(), memo))  # type: ignore[attr-defined]
-    return new
 
 
 def _mapped_dtype(dtype: torch.dtype, fn: Callable[[Tensor], Tensor]) -> torch.dtype:
@@ -206,11 +218,11 @@ def _retarget(graph: fx.Graph, fn: Callable[[Tensor], Tensor]) -> bool:
         return _mapped_device(a, fn) if isinstance(a, torch.device) else a
 
     for node in graph.nodes:
-        args, kwargs = fx.map_aggregate((node.args, node.kwargs), device)
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), device)
         if "weight_dtype" in node.meta:
             before = node.meta["weight_dtype"]
             after = node.meta["weight_dtype"] = _mapped_dtype(before, fn)
-            args, kwargs = fx.map_aggregate((args, kwargs), lambda a, b=before, c=after: c if a is b else a)
+            args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a, b=before, c=after: c if a is b else a)
         if args != node.args or kwargs != node.kwargs:
             node.args, node.kwargs, changed = args, kwargs, True
     return changed
@@ -261,6 +273,8 @@ def attach_graph(module: nn.Module, capture: Capture, strict: bool = False) -> N
     """Makes ``module`` run ``capture`` wherever it covers the call."""
     if GraphForward not in getattr(type(module), "_inro_parts", ()):
         _add_part(module, GraphForward)
+        dtype = next((t.dtype for t in module.parameters() if t.is_floating_point()), torch.get_default_dtype())
+        module.__dict__["float_dtypes"] = (dtype, dtype)
     module.__dict__.update(_capture=capture, _graph=capture.graph, strict=strict, calls=Counter())
     capture.graph.owning_module = module
     module.recompile()  # type: ignore[operator]
@@ -270,7 +284,7 @@ def detach_graph(module: nn.Module) -> None:
     """Back to the user's own forward."""
     parts = tuple(p for p in getattr(type(module), "_inro_parts", ()) if p is not GraphForward)
     module.__class__ = _composed(user_class(module), parts) if parts else user_class(module)
-    for name in ("_capture", "_graph", "strict", "calls", "_run", "_code"):
+    for name in ("_capture", "_graph", "strict", "calls", "float_dtypes", "_run", "_code"):
         module.__dict__.pop(name, None)
 
 
@@ -288,7 +302,7 @@ def attach_packed(module: nn.Module, name: str, packed: Packed, holder: nn.Modul
 def recurrent(module: nn.Module) -> None:
     """Makes the flat list of a recurrent module's weights follow the weights."""
     _add_part(module, RecurrentWeights)
-    module.__dict__.pop("_flat_weights", None)
+    module._init_flat_weights()  # type: ignore[operator]
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:

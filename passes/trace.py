@@ -58,7 +58,8 @@ class Retrace(Exception):  # noqa: N818
 
 def guard(value: Any, expected: Any, where: str) -> None:
     """The node that a recorded branch leaves in the graph."""
-    if value != expected:
+    holds = value if expected is True else not value if expected is False else value == expected
+    if not holds:
         raise GuardFailed(f"{where} was traced with {expected}, not {value}")
 
 
@@ -669,7 +670,7 @@ class Tracer(TracerBase):
     # -- facts and guards --
 
     def ask(self, proxy: ExampleProxy, fact: str) -> None:
-        if fact and not proxy.static:
+        if fact and (fact != "rank" or not proxy.static):       # weights may be cast and moved, but not reshaped
             self.facts.add(fact)
 
     def guard(self, proxy: ExampleProxy, kind: type, frame: types.FrameType | None = None) -> None:
