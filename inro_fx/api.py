@@ -16,6 +16,7 @@ from .errors import InputError, ModelError
 from .numerics import weight_error
 from .passes.capture import Example, Session, capture, clone, run
 from .passes.constants import owner_of
+from .passes.fold_batchnorm import fold_batchnorm as fold_batchnorm_pass
 from .passes.fuse import fuse
 from .passes.measure import run_float, run_quantized
 from .passes.module import Packed, PackedWeights, attach_graph, attach_packed, detach_graph
@@ -96,6 +97,10 @@ def quantize_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme =
 def _quantize(root: nn.Module, example: Example, batches: list[Example], default: Scheme, overrides: Overrides, mode: str,
               inplace: bool, fold: bool, strict: bool, float_tensors: int) -> nn.Module:
     session, want = capture_model(root, example, mode, strict)
+    if fold and "" in session.captures and fold_batchnorm_pass(root, session.captures[""].graph):
+        for path in [*session.captures, *session.layers]:
+            detach_graph(root.get_submodule(path))
+        session, _ = capture_model(root, example, mode, strict)
     overrides.root = root
     targets = find_targets(session)
     chosen = plan(session, targets, default, overrides, find_scheme, session.written)

@@ -27,6 +27,8 @@ from .passes.targets import Plan, Target
 
 __all__ = ["Report", "Row", "Skipped", "report"]
 
+WIDTH = 118                # columns of the printed table
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -119,7 +121,8 @@ def make_record(session: Session, chosen: Plan, targets: list[Target], graphs: M
             propagated=error.propagated, float_bytes=constant.bytes if first else 0,
             quantized_bytes=fact["bytes"] if first else 0,
             kernel=meta.get("kernel", f"dequantize + {target.use.op}") if target.node is not None else "dequantize (Python)",
-            note=meta.get("unfused", "") if first else f"shares the codes of {constant.name}"))
+            note=f"shares the codes of {constant.name}" if not first else
+            "the example does not reach it" if session.kind_of(target.capture) == "unreached" else meta.get("unfused", "")))
     skipped = [Skipped(s.constant.name, s.constant.shape, s.reason, s.constant.bytes) for s in chosen.skips]
     by_target = {t.key: errors[t.key].propagated if errors[t.key].propagated is not None else errors[t.key].isolated
                  for t in targets if t.key in errors}
@@ -213,13 +216,20 @@ class Report:
     def _sections(self, style: str) -> list[str]:
         sections = []
         if self.rows:
-            head = ["layer", "op", "shape", "scheme", "scale", "w SQNR", "isolated", "propagated", "KiB", "ratio", "kernel"]
-            names = _shortened([r.layer for r in self.rows], 30)
-            body = [[name, r.op, "x".join(map(str, r.shape)), r.scheme, _short(r.scale_mean), _decibel(r.weight_sqnr),
-                     _percent(r.isolated), _percent(r.propagated), _kib(r.quantized_bytes) if r.float_bytes else "shared",
-                     f"{r.ratio:.2f}" if r.ratio is not None else "", _kernel(r)] for name, r in zip(names, self.rows, strict=True)]
-            sections.append(tabulate(body, head, tablefmt=style, disable_numparse=True,
-                                     colalign=("left", "left", "left", "left", *["right"] * 6, "left")))
+            columns = [("op", "left", [r.op for r in self.rows]), ("shape", "left", ["x".join(map(str, r.shape)) for r in self.rows]),
+                       ("scheme", "left", [r.scheme for r in self.rows]), ("scale\nmean", "right", [_short(r.scale_mean) for r in self.rows]),
+                       ("weight\nSQNR dB", "right", [_decibel(r.weight_sqnr) for r in self.rows]),
+                       ("isolated\nerror", "right", [_percent(r.isolated) for r in self.rows]),
+                       ("propag.\nerror", "right", [_percent(r.propagated) for r in self.rows]),
+                       ("KiB", "right", [_kib(r.quantized_bytes) if r.float_bytes else "shared" for r in self.rows]),
+                       ("ratio", "right", [f"{r.ratio:.2f}" if r.ratio is not None else "" for r in self.rows]),
+                       ("kernel", "left", [_kernel(r) for r in self.rows])]
+            if len({r.scheme for r in self.rows}) == 1:
+                columns = [c for c in columns if c[0] != "scheme"]           # the totals name it
+            used = sum(2 + max(map(len, [*head.split("\n"), *cells])) for head, _, cells in columns)
+            columns.insert(0, ("layer", "left", _shortened([r.layer for r in self.rows], max(12, WIDTH - used))))
+            sections.append(tabulate(list(zip(*[c[2] for c in columns], strict=True)), [c[0] for c in columns], tablefmt=style,
+                                     disable_numparse=True, colalign=[c[1] for c in columns]))
         if self.skipped:
             body = [[_fold(s.layer, 40), "x".join(map(str, s.shape)), _kib(s.float_bytes), _fold(s.reason, 56)] for s in self.skipped]
             sections.append(tabulate(body, ["left float", "shape", "KiB", "why"], tablefmt=style, disable_numparse=True,
@@ -231,6 +241,7 @@ class Report:
         saved = 1 - self.quantized_bytes / self.float_bytes if self.float_bytes else 0.0
         lines = [f"whole model   {_kib(self.float_bytes)} KiB -> {_kib(self.quantized_bytes)} KiB ({saved:.1%} saved); "
                  f"{self.coverage:.1%} of the weight bytes are codes",
+                 f"schemes       {', '.join(dict.fromkeys(r.scheme for r in self.rows)) or 'none'}",
                  f"final output  relative error {_percent(self.output_error)} on the example"]
         if self.nodes:
             lines.append(f"captured      one graph of {self.nodes} nodes, {len(self.guards)} guards on sizes")
@@ -290,7 +301,7 @@ def _kib(count: int) -> str:
 
 
 def _kernel(row: Row) -> str:
-    return row.kernel.removeprefix("inro_fx.")
+    return row.kernel.removeprefix("inro_fx.").removesuffix(f" + {row.op}")
 
 
 def _fold(text: str, width: int) -> str:

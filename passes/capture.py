@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from .call import Call, Slot, rebuild, strip
 from .carriers import observed_use
 from .constants import Alias, Constant, alias_of_view, find_constants
-from .failures import InputError
+from .failures import InputError, ModelError
 from .module import Capture, attach_graph, detach_graph, recurrent, user_class
 from .trace import ExampleProxy, Retrace, TraceError, Tracer, _frame, _patches, active
 
@@ -140,12 +141,15 @@ def clone(model: nn.Module) -> nn.Module:
 
 
 def _fold_computed_weights(module: nn.Module) -> None:
-    parametrized = dict(getattr(module, "parametrizations", {}))
-    if parametrized:
-        module.eval()
-        module.parametrizations = copy.deepcopy(module.parametrizations)
-        for name in parametrized:
-            torch.nn.utils.parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+    if "parametrizations" in module._modules:
+        # torch's own removal would edit the class, which the copy shares with the original
+        names = list(module.parametrizations)  # type: ignore[arg-type]
+        with torch.no_grad():
+            weights = {name: getattr(module.eval(), name).detach().clone() for name in names}
+        module.__class__ = next(c for c in type(module).__mro__ if c is not type(module))
+        del module._modules["parametrizations"]
+        for name, weight in weights.items():
+            module.register_parameter(name, nn.Parameter(weight))
     for key, hook in list(module._forward_pre_hooks.items()):
         if type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
             with torch.no_grad():
@@ -199,6 +203,7 @@ class Session:
         self.refusals: dict[str, str] = {}              # path -> why its own code stays Python
         self.steps: list[tuple[str, str]] = []          # the rungs tried: (rung, outcome)
         self.python_uses: dict[tuple, Any] = {}         # uses of constants by code that stays Python
+        self.kept: Any = None                           # keeps the exported module's identity alive while it is traced
         self.written: frozenset[str] = frozenset()      # parameters and buffers that a forward writes to
         self.leaves: set[str] = set()                   # modules that must not be traced into
         self.hooked = {path for path, m in root.named_modules() if _has_foreign_hooks(m)}
@@ -213,11 +218,13 @@ class Session:
         self.constants: dict[str, Constant] = find_constants(self.root)
         self._tensors = {name: self._lookup(name) for name in self.constants}
         self._by_id: dict[int, str] = {}
-        for path, module in self.root.named_modules():
+        self._names: set[str] = set()
+        for path, module in self.root.named_modules(remove_duplicate=False):
             for kind in (module._parameters, module._buffers):
                 for name, tensor in kind.items():
                     if tensor is not None:
                         self._by_id.setdefault(id(tensor), f"{path}.{name}" if path else name)
+                        self._names.add(f"{path}.{name}" if path else name)
         self._by_storage: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
             if name == self.constants[name].name and tensor.device.type != "meta" and tensor.layout is torch.strided:
@@ -233,6 +240,9 @@ class Session:
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
 
+    def kind_of(self, path: str) -> str:
+        return self.captures[path].kind if path in self.captures else "python"
+
     def forget_tensors(self) -> None:
         """Lets go of the float weights."""
         self._tensors.clear()
@@ -241,6 +251,10 @@ class Session:
 
     def path_of(self, module: nn.Module) -> str | None:
         return self._paths.get(id(module))
+
+    def has(self, name: str) -> bool:
+        """Does the model have a tensor of this name? (An exported program has constants of its own.)"""
+        return name in self._names
 
     def name_of(self, tensor: Tensor) -> str | None:
         return self._by_id.get(id(tensor))
@@ -278,8 +292,7 @@ class Session:
         return None
 
     def refuse(self, path: str, error: Exception | str) -> None:
-        text = error if isinstance(error, str) else str(error) if isinstance(error, TraceError) else \
-            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+        text = error if isinstance(error, str) else str(error) if isinstance(error, TraceError) else _brief(error)
         self.leaves.add(path)
         self.refusals.setdefault(path, text)
 
@@ -313,8 +326,11 @@ class Session:
 
     # -- one region --
 
-    def trace(self, path: str, kind: str, args: tuple, kwargs: dict) -> tuple[Any, bool]:
-        """Captures the module at ``path`` on this call: (its result on the example, True), or (None, False)."""
+    def trace(self, path: str, kind: str, args: tuple, kwargs: dict, forward: Callable | None = None) -> tuple[Any, bool]:
+        """Captures the module at ``path`` on this call: (its result on the example, True), or (None, False).
+
+        ``forward`` is traced in the place of the module's own.
+        """
         module = self.root.get_submodule(path)
         for _ in range(MAX_RETRACES):
             tracer = Tracer(self, path)
@@ -328,7 +344,7 @@ class Session:
                     inputs.kept = [(traced, tree_flatten(traced))]  # type: ignore[attr-defined]
                     return call.spread(traced)
 
-                result = tracer.run(module, module.forward, inputs)
+                result = tracer.run(forward or module.forward, inputs)
                 traced, (leaves, spec) = inputs.kept[0]  # type: ignore[attr-defined]
                 leaves_after, spec_after = tree_flatten(traced)
                 if spec != spec_after or any(a is not b for a, b in zip(leaves, leaves_after, strict=True)):
@@ -351,6 +367,41 @@ def _has_foreign_hooks(module: nn.Module) -> bool:
     library = user_class(module).__module__.partition(".")[0]
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(library in ("__main__", "torch") or getattr(h, "__module__", "").partition(".")[0] != library for h in hooks)
+
+
+def _rnn_example(m: Any) -> tuple:
+    return (torch.zeros(1, 1, m.input_size, dtype=next(m.parameters()).dtype),)
+
+
+def _conv_example(m: Any) -> tuple:
+    sizes = [d * (k - 1) + 1 for d, k in zip(m.dilation, m.kernel_size, strict=True)]
+    return (torch.zeros(1, m.in_channels, *sizes, dtype=m.weight.dtype),)
+
+
+LAYERS: dict[type, Callable[[Any], tuple]] = {     # the smallest call of torch's own layers, for those no example reaches
+    nn.Linear: lambda m: (torch.zeros(1, m.in_features, dtype=m.weight.dtype),),
+    nn.Embedding: lambda m: (torch.zeros(1, dtype=torch.long),),
+    nn.modules.conv._ConvNd: _conv_example,
+    nn.LSTM: _rnn_example,
+    nn.GRU: _rnn_example,
+    nn.RNN: _rnn_example,
+}
+
+
+def capture_unreached(session: Session) -> None:
+    """Torch's own layers that the example did not reach get a graph too, so that their weights are not left out."""
+    reached = {n.meta["alias"].constant for c in session.captures.values() for n in c.graph.nodes if "alias" in n.meta}
+    reached |= {constant for _, constant, _ in session.python_uses}
+    for name, constant in session.constants.items():
+        module = session.root.get_submodule(constant.module)
+        make = next((call for kind, call in LAYERS.items() if isinstance(module, kind)), None)
+        if constant.name in reached or name != constant.name or make is None or constant.module in session.captures \
+                or constant.module in session.layers or not type(module).forward.__module__.startswith("torch.nn.") \
+                or session.leaf_reason(module, constant.module) is not None:
+            continue
+        device = session.tensor(name).device
+        if session.trace(constant.module, "unreached", tuple(t.to(device) for t in make(module)), {})[1]:
+            attach_graph(module, session.captures[constant.module], session.strict)
 
 
 _module_call = nn.Module.__call__
@@ -503,7 +554,8 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", strict: bool 
         except Exception:
             bigger = None
 
-    for rung in ("graph", "regions", "layers"):
+    rungs = ("graph", "regions", "layers") if mode == "auto" else ("export",)
+    for rung in rungs:
         failure = session.refusals.get("") if "" in session.leaves and rung == "graph" else None
         if failure is None:
             failure = _try_rung(session, rung, example, want, bigger, want_bigger)
@@ -511,6 +563,7 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", strict: bool 
             kind = f"one graph of {len(session.captures[''].graph.nodes)} nodes" if "" in session.captures else \
                 f"{sum(c.kind == 'region' for c in session.captures.values())} regions"
             session.steps.append((rung, "taken: " + kind))
+            capture_unreached(session)
             return session, want
         session.steps.append((rung, failure))
         for path in list(session.captures) + list(session.layers):
@@ -518,14 +571,24 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", strict: bool 
         session.captures.clear()
         session.layers.clear()
         session.leaves.add("")
+    if mode == "export":
+        raise ModelError(f"torch.export does not capture this model ({session.steps[-1][1]}); use capture=\"auto\"")
     session.steps.append(("python", "taken: every module runs its own code over the quantized weights"))
+    capture_unreached(session)
     return session, want
 
 
 def _try_rung(session: Session, rung: str, example: Example, want: Any, bigger: Example | None, want_bigger: Any) -> str | None:
     """Why the rung does not hold; None if the captured model reproduces the reference."""
     args, kwargs = example.fresh()
-    if rung == "graph":
+    if rung == "export":
+        try:
+            forward = _exported(session, args, kwargs)
+        except Exception as error:
+            return _brief(error)
+        if not session.trace("", "graph", args, kwargs, forward)[1]:
+            return session.refusals.get("", "its code cannot be traced")
+    elif rung == "graph":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             _, captured = session.trace("", "graph", args, kwargs)
@@ -548,10 +611,28 @@ def _try_rung(session: Session, rung: str, example: Example, want: Any, bigger: 
         try:
             difference = compare(expected, run(session.root, inputs))
         except Exception as error:
-            difference = f"it fails with {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+            difference = f"it fails with {_brief(error)}"
         if difference is not None:
             return f"{difference} {label}"
     return None
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+
+
+def _exported(session: Session, args: tuple, kwargs: dict) -> Callable:
+    """The forward of the model as torch.export sees it, every dimension dynamic that can be; its weights are the model's."""
+    def dynamic(x: Any) -> Any:
+        return {i: torch.export.Dim.AUTO for i in range(x.dim())} if isinstance(x, Tensor) else None
+
+    signature = inspect.signature(session.root.forward).bind(*args, **kwargs)
+    program = torch.export.export(session.root, args, kwargs, dynamic_shapes=tree_map(dynamic, dict(signature.arguments)))
+    module = program.module()
+    for path, child in module.named_modules():
+        session._paths[id(child)] = path
+    session.kept = module
+    return module.forward
 
 
 def _reference_run(root: nn.Module, example: Example) -> tuple[list[str], Any]:

@@ -35,7 +35,7 @@ class Capture:
     """A graph that answers some calls of one module.
 
     ``kind`` is "graph" for the whole model, "region" for a module below one that stays Python, "layer" for a module
-    that owns weights and is used on its own when its parents run as Python.
+    that owns weights and is used on its own when its parents run as Python, "unreached" for one that no example reaches.
     """
 
     path: str

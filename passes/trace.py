@@ -496,7 +496,7 @@ class Tracer(TracerBase):
 
     # -- running the traced code --
 
-    def run(self, module: nn.Module, forward: Callable, inputs: Callable[[Tracer], tuple[tuple, dict]]) -> Any:
+    def run(self, forward: Callable, inputs: Callable[[Tracer], tuple[tuple, dict]]) -> Any:
         """Calls ``forward`` with the placeholders that ``inputs`` makes; gives back its result, full of proxies."""
         with _patches, _frame(self), _Interceptor(self), torch.enable_grad():
             args, kwargs = inputs(self)
@@ -568,7 +568,7 @@ class Tracer(TracerBase):
         if path is None:
             return value
         full = f"{path}.{name}" if path else name
-        return self._get_attr(full, value) if self.inside(full) else value
+        return self._get_attr(full, value) if self.inside(full) and self.session.has(full) else value
 
     def _get_attr(self, full: str, value: Tensor) -> ExampleProxy:
         if full not in self._read:
