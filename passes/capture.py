@@ -285,7 +285,7 @@ class Session:
             return self.refusals.get(path, "its code cannot be traced")
         if isinstance(module, torch.jit.ScriptModule):
             return "it is a ScriptModule"
-        if "forward" in vars(module):
+        if path is not None and "forward" in vars(module):
             return "its forward was patched"
         if path in self.hooked:
             return "it has forward hooks"
@@ -629,8 +629,10 @@ def _exported(session: Session, args: tuple, kwargs: dict) -> Callable:
     signature = inspect.signature(session.root.forward).bind(*args, **kwargs)
     program = torch.export.export(session.root, args, kwargs, dynamic_shapes=tree_map(dynamic, dict(signature.arguments)))
     module = program.module()
+    known = set(session._paths.values())
     for path, child in module.named_modules():
-        session._paths[id(child)] = path
+        if path in known:
+            session._paths[id(child)] = path
     session.kept = module
     return module.forward
 
