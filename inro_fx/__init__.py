@@ -3,12 +3,49 @@
 >>> import torch, inro_fx
 >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
 >>> small = inro_fx.quantize_graph(model, torch.randn(8, 64))
->>> print(round(inro_fx.report(small).coverage, 2))
+>>> round(inro_fx.report(small).coverage, 2)
 1.0
 """
 
-from .api import quantize_graph
-from .report import Report, report
-from .schemes import SCHEMES, Scheme, uniform
+import torch
 
-__all__ = ["SCHEMES", "Report", "Scheme", "quantize_graph", "report", "uniform"]
+__version__ = "0.1.0"
+_OLDEST = (2, 11)
+if tuple(int(n) for n in torch.__version__.split(".")[:2]) < _OLDEST:
+    raise ImportError(f"inro_fx {__version__} needs torch {'.'.join(map(str, _OLDEST))} or newer; this is torch {torch.__version__}")
+
+from .api import quantize_graph  # noqa: E402 - after the check of the version
+from .draw import draw, to_networkx  # noqa: E402
+from .errors import (  # noqa: E402
+    FileError,
+    GraphNotTaken,
+    InputError,
+    InroError,
+    MissingTool,
+    ModelError,
+    PassError,
+    SchemeError,
+)
+from .report import Report, Row, Skipped, report  # noqa: E402
+from .schemes import SCHEMES, Scheme, uniform  # noqa: E402
+
+__all__ = [
+    "SCHEMES",
+    "FileError",
+    "GraphNotTaken",
+    "InputError",
+    "InroError",
+    "MissingTool",
+    "ModelError",
+    "PassError",
+    "Report",
+    "Row",
+    "Scheme",
+    "SchemeError",
+    "Skipped",
+    "draw",
+    "quantize_graph",
+    "report",
+    "to_networkx",
+    "uniform",
+]

@@ -1,0 +1,7 @@
+"""``python -m inro_fx`` is the command ``inro-fx``."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

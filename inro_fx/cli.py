@@ -1,0 +1,203 @@
+"""The command ``inro-fx``: demo, quantize, report and draw, on any model that Python can import."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from . import __version__
+from .api import CAPTURES, quantize_graph
+from .draw import draw
+from .errors import InputError, InroError, MissingTool, ModelError
+from .report import report
+from .schemes import SCHEMES, uniform
+
+__all__ = ["main"]
+
+EXAMPLES = """examples:
+  inro-fx demo
+  inro-fx report mypackage.models:resnet --inputs 1x3x224x224
+  inro-fx quantize mypackage.models:bert --inputs int:1x128 --scheme int8_dynamic --override pooler=none --out small/
+  inro-fx draw mypackage.models:bert --inputs mypackage.models:example --out bert.svg
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit status is 0, or 2 after an error in one line on standard error."""
+    options = _parser().parse_args(arguments)
+    sys.path.insert(0, os.getcwd())
+    try:
+        options.run(options)
+    except InroError as error:
+        print(f"inro-fx: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inro-fx", description="Quantize a PyTorch model and see layer by layer what it cost.",
+                                     epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"inro_fx {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="quantize a small trained model that comes with the package")
+    demo.add_argument("--out", type=Path, default=Path("inro-fx-demo"), metavar="DIR", help="where report and drawing go (%(default)s)")
+    _add_scheme(demo)
+    demo.set_defaults(run=_demo)
+
+    for name, run, text, out in (
+            ("quantize", _quantize, "write the quantized weights, the report and a drawing to a folder", "DIR"),
+            ("report", _report, "print the report; with --out write it as .txt, .json, .csv or .md", "FILE"),
+            ("draw", _draw, "draw the quantized graph as .txt, .dot, .svg, .png or .pdf", "FILE")):
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.add_argument("model", metavar="MODULE:NAME", help="an nn.Module, or a function that returns one or (model, inputs)")
+        command.add_argument("--inputs", metavar="SPEC", help="shapes such as 1x3x224x224 or int:1x128 (comma between arguments), "
+                             "or MODULE:NAME of the inputs or a function that makes them")
+        command.add_argument("--override", action="append", default=[], metavar="PATTERN=SCHEME",
+                             help="another scheme for matching layers, 'none' leaves them float; may be repeated")
+        command.add_argument("--capture", choices=CAPTURES, default="auto", help="how to capture the graph (%(default)s)")
+        command.add_argument("--fold-batchnorm", action="store_true", help="multiply batch norms into the convolutions before them")
+        command.add_argument("--out", type=Path, metavar=out, required=name != "report", help=f"the {out.lower()} to write")
+        _add_scheme(command)
+        command.set_defaults(run=run)
+    return parser
+
+
+def _add_scheme(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--scheme", default="int8", help=f"{', '.join(s.name for s in SCHEMES)}, or a quant_max such as 100 (%(default)s)")
+
+
+# ---- the commands ----
+
+def _demo(options: argparse.Namespace) -> None:
+    from .demo import accuracy, load_digits_model
+    model, images, labels = load_digits_model()
+    before = accuracy(model, images, labels)
+    small = quantize_graph(model, images[:64], _scheme(options.scheme))
+    print("A vision transformer that reads handwritten digits, before and after:\n")
+    print(report(small))
+    after = accuracy(small, images, labels)
+    print(f"accuracy      {before:.2%} -> {after:.2%} on {len(labels)} test images\n")
+    _write_all(small, options.out)
+
+
+def _quantize(options: argparse.Namespace) -> None:
+    small = _quantized(options)
+    print(report(small))
+    _write_all(small, options.out)
+    tensors = {name: t.contiguous() for name, t in small.state_dict(keep_vars=False).items()}
+    save_file(_without_shared(tensors), options.out / "weights.safetensors")
+    print(f"wrote {options.out / 'weights.safetensors'}")
+
+
+def _report(options: argparse.Namespace) -> None:
+    result = report(_quantized(options))
+    if options.out is None:
+        print(result)
+        return
+    forms = {".txt": result.__str__, ".json": result.to_json, ".csv": result.to_csv, ".md": result.to_markdown}
+    if options.out.suffix not in forms:
+        raise InputError(f"{options.out.name}: a report ends in one of {', '.join(forms)}")
+    options.out.write_text(forms[options.out.suffix]().rstrip() + "\n", encoding="utf-8")
+    print(f"wrote {options.out}")
+
+
+def _draw(options: argparse.Namespace) -> None:
+    print(f"wrote {draw(_quantized(options), options.out)}")
+
+
+def _write_all(model: nn.Module, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    result = report(model)
+    for name, text in (("report.txt", str(result)), ("report.md", result.to_markdown()), ("report.json", result.to_json()),
+                       ("report.csv", result.to_csv())):
+        (folder / name).write_text(text.rstrip() + "\n", encoding="utf-8")
+    drawings = ["graph.txt"]
+    draw(model, folder / "graph.txt")
+    try:
+        draw(model, folder / "graph.svg")
+        drawings.append("graph.svg")
+    except MissingTool as missing:
+        draw(model, folder / "graph.dot")
+        drawings.append("graph.dot")
+        print(f"(no graph.svg: {missing})")
+    print(f"wrote {folder}/: report.txt, report.md, report.json, report.csv, {', '.join(drawings)}")
+
+
+# ---- what the arguments name ----
+
+def _quantized(options: argparse.Namespace) -> nn.Module:
+    model, inputs = _model(options.model), None
+    if isinstance(model, tuple):
+        model, inputs = model
+    if options.inputs is not None:
+        inputs = _inputs(options.inputs)
+    if inputs is None:
+        raise InputError(f"{options.model} gives a model without inputs: add --inputs, for example --inputs 1x3x224x224")
+    overrides = {}
+    for entry in options.override:
+        pattern, equals, scheme = entry.rpartition("=")
+        if not equals:
+            raise InputError(f"--override {entry}: write PATTERN=SCHEME, for example --override 'encoder.*=int8' or head=none")
+        overrides[pattern] = None if scheme.lower() == "none" else _scheme(scheme)
+    return quantize_graph(model, inputs, _scheme(options.scheme), overrides=overrides, capture=options.capture,
+                          fold_batchnorm=options.fold_batchnorm)
+
+
+def _scheme(text: str) -> Any:
+    return uniform(int(text)) if text.isdigit() else text
+
+
+def _lookup(spec: str) -> Any:
+    module, colon, name = spec.partition(":")
+    if not colon:
+        raise InputError(f"{spec}: write MODULE:NAME, for example mypackage.models:resnet")
+    try:
+        value: Any = importlib.import_module(module)
+        for piece in name.split("."):
+            value = getattr(value, piece)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{spec} cannot be imported: {error}") from error
+    return value
+
+
+def _model(spec: str) -> Any:
+    value = _lookup(spec)
+    value = value if isinstance(value, nn.Module) else value() if callable(value) else value
+    model = value[0] if isinstance(value, tuple) and len(value) == 2 else value
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{spec} gives {type(model).__name__}, not a torch.nn.Module (or a function that returns one)")
+    return value
+
+
+def _inputs(spec: str) -> Any:
+    if spec.partition(":")[0] not in ("int", "float") and ":" in spec:
+        value = _lookup(spec)
+        return value() if callable(value) and not isinstance(value, torch.Tensor) else value
+    generator = torch.Generator().manual_seed(0)
+    tensors = []
+    for piece in spec.split(","):
+        kind, _, shape = piece.rpartition(":")
+        try:
+            sizes = [int(n) for n in shape.split("x")]
+        except ValueError:
+            raise InputError(f"--inputs {piece}: write a shape such as 1x3x224x224 or int:1x128") from None
+        if kind not in ("", "float", "int"):
+            raise InputError(f"--inputs {piece}: the kind before the colon is int or float")
+        tensors.append(torch.randint(0, 2, sizes, generator=generator) if kind == "int" else torch.randn(sizes, generator=generator))
+    return tuple(tensors)
+
+
+def _without_shared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The file keeps one of several names of the same tensor, as safetensors asks."""
+    seen: dict[int, str] = {}
+    return {name: t for name, t in tensors.items() if seen.setdefault(t.data_ptr() if t.numel() else id(t), name) == name}
