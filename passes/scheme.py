@@ -31,6 +31,8 @@ class Layout:
         if groups > 1:
             view = (groups, shape[0] // groups, *shape[1:])
             return cls(shape, view, (0, 2))
+        if len(reduced) == len(shape):          # summed over altogether, as in the middle of a chain: any rows will do
+            reduced = tuple(range(1, len(shape)))
         return cls(shape, shape, tuple(a for a in range(len(shape)) if a not in reduced))
 
     @property
@@ -62,8 +64,8 @@ class Layout:
             return matrix
         order = (*self.channels, *self.reduced)
         back = tuple(order.index(a) for a in range(len(order)))
-        weight = matrix.reshape(tuple(self.view[a] for a in order)) if len(order) != 2 else matrix
-        weight = weight if back == tuple(range(len(order))) else weight.permute(back)
+        weight = matrix.reshape(tuple(self.view[a] for a in order)) if len(self.channels) != 1 or len(order) != 2 else matrix
+        weight = weight if back == tuple(range(len(order))) else weight.permute(back).contiguous()
         return weight if self.view == self.shape else weight.reshape(self.shape)
 
 

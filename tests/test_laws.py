@@ -1,0 +1,155 @@
+"""The laws of docs/writing-a-pass.md, for every tiny model and scheme."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import inro_fx
+from inro_fx.passes.capture import Example, capture, clone
+from inro_fx.passes.fuse import fuse
+from inro_fx.passes.quantize import quantize
+from inro_fx.passes.scheme import Identity
+from inro_fx.passes.targets import Overrides, find_targets, plan
+from inro_fx.passes.verify import verify
+from models import MODELS, Plain, example, first, relative
+
+SCHEMES = [*inro_fx.SCHEMES, inro_fx.uniform(1000), inro_fx.uniform(3, "tensor"), inro_fx.uniform(100, 5)]
+LIMITS = {"int8": 0.02, "int8_tensor": 0.03, "int8_rowwise_full": 0.02, "int8_dynamic": 0.06, "int4": 0.5, "uniform(1000)": 0.002,
+          "uniform(3, tensor)": 1.5, "uniform(100, 5)": 0.02}
+
+
+def snapshot(model):
+    return ({k: v.clone() for k, v in model.state_dict().items()}, {n: m.training for n, m in model.named_modules()},
+            {n: (p.requires_grad, p.grad is None) for n, p in model.named_parameters()},
+            {n: (len(m._forward_hooks), type(m)) for n, m in model.named_modules()}, torch.get_rng_state())
+
+
+def same(a, b):
+    return (a[0].keys() == b[0].keys() and all(torch.equal(a[0][k], b[0][k]) for k in a[0]) and a[1:4] == b[1:4]
+            and torch.equal(a[4], b[4]))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_output_is_close_original_unchanged_and_every_weight_accounted_for(name, scheme):
+    model, inputs = MODELS[name]()
+    args, kwargs = example(inputs)
+    model.train()
+    before = snapshot(model)
+    small = inro_fx.quantize_graph(model, inputs, scheme)
+    assert same(before, snapshot(model))
+    model.eval()
+    assert relative(model(*args, **kwargs), small(*args, **kwargs)) < LIMITS[scheme.name]
+    assert isinstance(small, type(model))
+    report = inro_fx.report(small)
+    weights = {id(p): p.numel() * p.element_size() for p in model.parameters() if p.dim() >= 2}
+    assert sum(r.float_bytes for r in report.rows) + sum(s.float_bytes for s in report.skipped) == sum(weights.values())
+    assert all(r.isolated is not None for r in report.rows)
+    stored = {t.data_ptr(): t.numel() * t.element_size() for t in small.state_dict().values()}
+    assert report.quantized_bytes == sum(stored.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_identity_scheme_is_bitwise_equal(name):
+    model, inputs = MODELS[name]()
+    model.requires_grad_(False)             # torch takes other kernels where parameters want gradients
+    args, kwargs = example(inputs)
+    small = inro_fx.quantize_graph(model, inputs, Identity())
+    captured, _ = captured_float(model, inputs)
+    assert torch.equal(first(captured(*args, **kwargs)), first(small(*args, **kwargs)))
+
+
+def captured_float(model, inputs):
+    root = clone(model)
+    session, _ = capture(root, Example.of(inputs))
+    return root, session
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_passes_leave_their_input_alone_and_verify(name, scheme):
+    model, inputs = MODELS[name]()
+    root, session = captured_float(model, inputs)
+    chosen = plan(session, find_targets(session), scheme, Overrides(None, root), None)
+    for path, captured in session.captures.items():
+        text = str(captured.graph)
+        module = root.get_submodule(path)
+        verify(captured.graph, module, chosen.decisions, after="capture")
+        quantized = quantize(captured.graph, chosen.decisions, path)
+        assert str(captured.graph) == text
+        verify(quantized, module, chosen.decisions, after="quantize")
+        fused = fuse(quantized, chosen.decisions)
+        verify(fused, module, chosen.decisions, after="fuse")
+        once = str(fused)
+        assert str(fuse(fused, chosen.decisions)) == once                    # a second time changes nothing
+        assert str(quantize(captured.graph, {}, path)) == text               # nothing to do: the same text
+
+
+def test_nothing_to_quantize_changes_nothing():
+    model, x = Plain(), torch.randn(3, 16)
+    small = inro_fx.quantize_graph(model, x)
+    assert torch.equal(small(x), model(x))
+    assert inro_fx.report(small).rows == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unfused_equals_fused(name, monkeypatch):
+    model, inputs = MODELS[name]()
+    args, kwargs = example(inputs)
+    fused = first(inro_fx.quantize_graph(model, inputs)(*args, **kwargs))
+    monkeypatch.setattr("inro_fx.passes.fuse.RULES", {})
+    unfused = first(inro_fx.quantize_graph(model, inputs)(*args, **kwargs))
+    torch.testing.assert_close(fused, unfused)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_python_path_equals_the_graph(name):
+    """Calls that the graph does not cover run the user's own forward over the same codes."""
+    model, inputs = MODELS[name]()
+    args, kwargs = example(inputs)
+    small = inro_fx.quantize_graph(model, inputs)
+    want = first(small(*args, **kwargs))
+    for module in small.modules():
+        if hasattr(module, "_capture"):
+            module._capture.call.names = ("nothing like it",) * 99             # no call matches any more
+            module._capture.call.match = lambda args, kwargs: "the test says so"
+    torch.testing.assert_close(first(small(*args, **kwargs)), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_result_is_refused(name):
+    model, inputs = MODELS[name]()
+    small = inro_fx.quantize_graph(model, inputs)
+    with pytest.raises(inro_fx.ModelError, match="already quantized"):
+        inro_fx.quantize_graph(small, inputs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_deterministic(name):
+    model, inputs = MODELS[name]()
+    a, b = (inro_fx.quantize_graph(model, inputs) for _ in range(2))
+    assert list(a.state_dict()) == list(b.state_dict())
+    assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    assert str(inro_fx.report(a)) == str(inro_fx.report(b))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inplace_gives_the_same(name):
+    model, inputs = MODELS[name]()
+    args, kwargs = example(inputs)
+    want = first(inro_fx.quantize_graph(model, inputs)(*args, **kwargs))
+    twin = copy.deepcopy(model)
+    small = inro_fx.quantize_graph(twin, inputs, inplace=True)
+    assert small is twin
+    assert torch.equal(first(small(*args, **kwargs)), want)
+
+
+def test_a_failed_inplace_call_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).train()
+    wrong = torch.randn(2, 5)
+    before = snapshot(model)
+    with pytest.raises(inro_fx.InputError):
+        inro_fx.quantize_graph(model, wrong, inplace=True)
+    assert same(before, snapshot(model))
