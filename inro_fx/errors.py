@@ -9,7 +9,7 @@
     PassError(RuntimeError)       a broken invariant inside the compiler: a defect of inro_fx, please report it
 """
 
-from .passes.failures import GraphNotTaken, InroError, InputError, ModelError, PassError, SchemeError
+from .passes.failures import GraphNotTaken, InputError, InroError, ModelError, PassError, SchemeError
 
 __all__ = ["FileError", "GraphNotTaken", "InputError", "InroError", "MissingTool", "ModelError", "PassError", "SchemeError"]
 

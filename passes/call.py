@@ -217,7 +217,7 @@ def _transform(value: Any, wanted: Callable[[Any], bool], replace: Callable[[Any
         return replace(value)
     if id(value) in memo:
         return memo[id(value)]
-    again = lambda v: _transform(v, wanted, replace, memo)  # noqa: E731
+    again = lambda v: _transform(v, wanted, replace, memo)
     kind = type(value)
     if kind in (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size) or isinstance(value, (type, Tracer)):
         return value

@@ -624,7 +624,7 @@ def _brief(error: Exception) -> str:
 def _exported(session: Session, args: tuple, kwargs: dict) -> Callable:
     """The forward of the model as torch.export sees it, every dimension dynamic that can be; its weights are the model's."""
     def dynamic(x: Any) -> Any:
-        return {i: torch.export.Dim.AUTO for i in range(x.dim())} if isinstance(x, Tensor) else None
+        return dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) if isinstance(x, Tensor) else None
 
     signature = inspect.signature(session.root.forward).bind(*args, **kwargs)
     program = torch.export.export(session.root, args, kwargs, dynamic_shapes=tree_map(dynamic, dict(signature.arguments)))

@@ -14,12 +14,14 @@ import copy
 import dataclasses
 import functools
 import inspect
+import keyword
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import _format_target
 from torch.fx.graph_module import _forward_from_src
 
 from .call import Call, Slot, rebuild
@@ -160,8 +162,12 @@ class GraphForward(nn.Module):
     def recompile(self) -> Any:
         """Compiles ``graph`` again after a change of it."""
         code = self._graph.python_code(root_module="self")
-        self.__dict__["_code"] = code.src
-        self.__dict__["_run"] = _forward_from_src(code.src, code.globals, None)
+        source = code.src
+        for node in self._graph.nodes:
+            if node.op in ("get_attr", "call_module") and any(map(keyword.iskeyword, str(node.target).split("."))):
+                source = source.replace(_format_target("self", str(node.target)), _spelled_out(str(node.target)))
+        self.__dict__["_code"] = source
+        self.__dict__["_run"] = _forward_from_src(source, code.globals, None)
         return code
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -202,6 +208,14 @@ class GraphForward(nn.Module):
     __str__ = nn.Module.__repr__
 
 
+def _spelled_out(target: str) -> str:
+    """``self.class.weight``, which Python cannot parse, with getattr."""
+    expression = "self"
+    for name in target.split("."):
+        expression = f"getattr({expression}, {name!r})"
+    return expression
+
+
 def _mapped_dtype(dtype: torch.dtype, fn: Callable[[Tensor], Tensor]) -> torch.dtype:
     return fn(torch.empty(0, dtype=dtype)).dtype
 
@@ -235,7 +249,7 @@ def user_class(module: nn.Module) -> type:
     return getattr(type(module), "_inro_user_class", type(module))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _composed(user: type, parts: tuple[type, ...]) -> type:
     after = (fx.GraphModule,) if GraphForward in parts and not issubclass(user, fx.GraphModule) else ()
     namespace: dict[str, Any] = {"_inro_user_class": user, "_inro_parts": parts, "__module__": user.__module__,

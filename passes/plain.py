@@ -77,4 +77,4 @@ def _decode(target: Any) -> Any:
         for piece in target.name.split(".")[2:]:
             value = getattr(value, piece)
         return value
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(module or "builtins"), name)

@@ -216,6 +216,7 @@ TENSOR_FACT_METHODS = {"dim": "rank", "ndimension": "rank", "is_floating_point":
 NUMBERS_OF_SIZE = {"size", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "__len__"}
 ELEMENTWISE = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous", "detach", "mul", "div",
                "true_divide", "truediv", "__mul__", "__truediv__", "__rmul__"}
+PIECES = {"unbind", "split", "chunk", "tensor_split", "tolist", "where", "nonzero"}       # their number depends on sizes or values
 PLAIN = (type(None), str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type, torch.finfo, torch.iinfo)
 INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
@@ -297,6 +298,14 @@ class ExampleProxy:
     def __iter__(self) -> Iterator[Any]:
         return iter([self[i] for i in range(len(self))] if not isinstance(self.example, Mapping) else list(self.example))
 
+    def _count(self) -> int:
+        """The length of a tuple or list; of pieces of a tensor it depends on sizes, and is guarded."""
+        node = self.node
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if name in PIECES and not self.static:
+            self.tracer.guard(self.tracer.create("call_function", len, self), int)
+        return len(self.example)
+
     def __len__(self) -> int:
         example = self.example
         if isinstance(example, Tensor):
@@ -304,7 +313,7 @@ class ExampleProxy:
                 raise TypeError("len() of a 0-d tensor")
             n = self.size(0)
             return n if type(n) is int else n.__index__()
-        return len(example)
+        return self._count() if isinstance(example, (tuple, list)) else len(example)
 
     def keys(self) -> Any:
         return list(self.example) if isinstance(self.example, Mapping) else self.__getattr__("keys")()
@@ -333,7 +342,7 @@ class ExampleProxy:
 
     def __bool__(self) -> bool:
         if isinstance(self.example, (tuple, list, Mapping)):
-            return bool(self.example)
+            return len(self) > 0
         if isinstance(self.example, Tensor):
             raise TraceError(f"branches on the values of a tensor at {where()}")
         return self._number(bool) if isinstance(self.example, (bool, int, float)) else bool(self.example)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from models import relative
 from torch import nn
 
 import inro_fx
 from inro_fx.passes.carriers import CARRIERS
-from models import relative
 
 
 def rnn_parameters(gates):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from models import MODELS, Plain, example, first, relative
 from torch import nn
 
 import inro_fx
@@ -13,7 +14,6 @@ from inro_fx.passes.quantize import quantize
 from inro_fx.passes.scheme import Identity
 from inro_fx.passes.targets import Overrides, find_targets, plan
 from inro_fx.passes.verify import verify
-from models import MODELS, Plain, example, first, relative
 
 SCHEMES = [*inro_fx.SCHEMES, inro_fx.uniform(1000), inro_fx.uniform(3, "tensor"), inro_fx.uniform(100, 5)]
 LIMITS = {"int8": 0.02, "int8_tensor": 0.03, "int8_rowwise_full": 0.02, "int8_dynamic": 0.06, "int4": 0.5, "uniform(1000)": 0.002,

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import folder
 from torch import nn
 
 import inro_fx
-from conftest import folder
 
 pytestmark = pytest.mark.zoo
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import folder
 from torch import nn
 
 import inro_fx
-from conftest import folder
 
 pytestmark = pytest.mark.zoo
 SOUNDS = Path(os.environ.get("SOUNDS", "/usr/share/asterisk/sounds"))

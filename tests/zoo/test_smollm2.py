@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from conftest import folder
 
 import inro_fx
-from conftest import folder
 
 pytestmark = pytest.mark.zoo
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import folder
 
 import inro_fx
-from conftest import folder
 
 pytestmark = pytest.mark.zoo
 SOUNDS = Path(os.environ.get("SOUNDS", "/usr/share/asterisk/sounds")) / "en_US_f_Allison"

@@ -1,0 +1,119 @@
+"""Operators: opcheck, every shape that occurs, gradients, dtypes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import inro_fx
+from inro_fx.schemes import find_scheme
+
+SCHEMES = [inro_fx.uniform(127), inro_fx.uniform(7, 32), inro_fx.uniform(1000), inro_fx.uniform(7, "tensor")]
+OPS = torch.ops.inro_fx
+
+
+def linear_arguments(scheme, rows=3, inner=40, out=6, dtype=torch.float32, bias=True):
+    parts = scheme.pack(torch.randn(out, inner))
+    return (torch.randn(rows, inner, dtype=dtype), parts["codes"], parts["scale"], torch.randn(out, dtype=dtype) if bias else None,
+            scheme.bits, scheme.group)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_opcheck(scheme):
+    x, codes, scale, bias, bits, group = linear_arguments(scheme)
+    x.requires_grad_()
+    torch.library.opcheck(OPS.linear.default, (x, codes, scale, bias, bits, group))
+    torch.library.opcheck(OPS.linear.default, (x, codes, scale, None, bits, group))
+    torch.library.opcheck(OPS.dequantize.default, (codes, scale, bits, group, 40, torch.float32))
+    torch.library.opcheck(OPS.embedding.default, (torch.tensor([[0, 5], [1, 1]]), codes, scale, bits, group, 40, torch.float32))
+
+
+def test_opcheck_dynamic():
+    x, codes, scale, bias, _, _ = linear_arguments(find_scheme("int8_dynamic"))
+    torch.library.opcheck(OPS.linear_dynamic.default, (x.requires_grad_(), codes, scale, bias))
+    torch.library.opcheck(OPS.linear_dynamic.default, (x, codes, scale, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(16,), (0, 16), (1, 16), (5, 16), (2, 0, 16), (2, 5, 16), (2, 3, 5, 16)])
+@pytest.mark.parametrize("name", ["int8", "int8_dynamic", "int4", "int8_tensor"])
+def test_every_rank_and_dtype(name, shape, dtype):
+    linear = torch.nn.Linear(16, 8).to(dtype)
+    small = inro_fx.quantize_graph(linear, torch.randn(3, 16, dtype=dtype), name)
+    x = torch.randn(shape, dtype=dtype)
+    got, want = small(x), linear(x)
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    if x.numel():
+        assert (got - want).abs().max() < (0.6 if name == "int4" else 0.12)
+
+
+@pytest.mark.parametrize("inner", [1, 3, 7, 8, 13, 16, 17, 24])
+@pytest.mark.parametrize("out", [1, 3, 8, 17])
+def test_odd_sizes(inner, out):
+    w, x = torch.randn(out, inner), torch.randn(20, inner)
+    for name in ("int8", "int8_dynamic"):
+        scheme = find_scheme(name)
+        operator, trailing = scheme.operator("linear")
+        got = operator(x, *scheme.pack(w).values(), None, *trailing)
+        assert (got - x @ w.t()).abs().max() <= 0.05 * x.abs().max() * w.abs().max() * inner
+
+
+def test_a_row_does_not_depend_on_the_others():
+    x, codes, scale, bias, _, _ = linear_arguments(find_scheme("int8_dynamic"), rows=1, inner=32)
+    alone = OPS.linear_dynamic(x, codes, scale, bias)
+    for others in (torch.randn(1, 32) * 100, torch.randn(16, 32), torch.randn(40, 32), torch.zeros(7, 32)):
+        together = OPS.linear_dynamic(torch.cat([x, others]), codes, scale, bias)
+        torch.testing.assert_close(together[:1], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_of_zeros_give_the_bias_and_no_nan_anywhere(dtype):
+    x, codes, scale, bias, _, _ = linear_arguments(find_scheme("int8_dynamic"), rows=4, inner=16, out=8, dtype=dtype)
+    x[2], x[3] = 0, 1e-30
+    x.requires_grad_()
+    y = OPS.linear_dynamic(x, codes, scale, bias)
+    assert torch.equal(y[2], bias)
+    y.sum().backward()
+    assert torch.isfinite(y).all()
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 512])
+def test_scales_do_not_overflow_half_precision(rows):
+    linear = torch.nn.Linear(256, 8, bias=False).half()
+    with torch.no_grad():
+        linear.weight.fill_(100)
+    small = inro_fx.quantize_graph(linear, torch.full((2, 256), 1e-3).half(), "int8_dynamic")
+    y = small(torch.full((rows, 256), 1e-3).half())
+    assert torch.isfinite(y).all()
+    assert (y - 25.6).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_gradients_are_those_of_the_dequantized_linear(scheme):
+    x, codes, scale, bias, bits, group = linear_arguments(scheme, dtype=torch.float64)
+    weight = OPS.dequantize(codes, scale, bits, group, 40, torch.float64)
+    x.requires_grad_(), bias.requires_grad_()
+    want = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), (x, bias))
+    got = torch.autograd.grad(OPS.linear(x, codes, scale, bias, bits, group).square().sum(), (x, bias))
+    torch.testing.assert_close(got, want)
+
+
+def test_embedding_gathers_before_it_dequantizes():
+    scheme = inro_fx.uniform(127)
+    table = torch.randn(50, 12)
+    parts = scheme.pack(table)
+    whole = scheme.unpack(parts, 12, torch.float32)
+    for ids in (torch.tensor(3), torch.tensor([], dtype=torch.long), torch.tensor([[1, 2], [49, 0]]), torch.tensor([5], dtype=torch.int32)):
+        got = OPS.embedding(ids, parts["codes"], parts["scale"], 8, 0, 12, torch.float32)
+        assert torch.equal(got, whole[ids.long()])
+
+
+@pytest.mark.parametrize("layout", ["transposed", "chunk", "expanded", "sliced"])
+@pytest.mark.parametrize("name", ["int8", "int8_dynamic"])
+def test_memory_layout_of_the_input(name, layout):
+    linear = torch.nn.Linear(8, 4)
+    small = inro_fx.quantize_graph(linear, torch.randn(2, 8), name)
+    x = {"transposed": torch.randn(2, 8, 6).transpose(1, 2), "chunk": torch.randn(2, 6, 16).chunk(2, -1)[1],
+         "expanded": torch.randn(1, 1, 8).expand(3, 5, 8), "sliced": torch.randn(4, 6, 16)[::2, 1:, ::2]}[layout]
+    torch.testing.assert_close(small(x), small(x.contiguous()))
