@@ -12,7 +12,7 @@ import torch
 __version__ = "0.1.0"
 _OLDEST = (2, 11)
 if tuple(int(n) for n in torch.__version__.split(".")[:2]) < _OLDEST:
-    raise ImportError(f"inro_fx {__version__} needs torch {'.'.join(map(str, _OLDEST))} or newer; this is torch {torch.__version__}")
+    raise ImportError(f"inro_fx {__version__} needs torch {_OLDEST[0]}.{_OLDEST[1]} or newer; this is torch {torch.__version__}")
 
 from .api import quantize_graph  # noqa: E402 - after the check of the version
 from .draw import draw, to_networkx  # noqa: E402

@@ -113,7 +113,7 @@ def _quantize(root: nn.Module, example: Example, batches: list[Example], default
 
     packer = _Packer(session, chosen)
     with progress_bar(2 * len(decided) * len(batches), "quantizing") as tick:
-        errors = {}
+        errors: dict[Any, Any] = {}
         for batch in batches:
             _merge(errors, run_float(session, batch, graphs, decided, chosen.decisions, packer.pack, tick))
         for name in chosen.decisions:

@@ -50,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="quantize a small trained model that comes with the package")
-    demo.add_argument("--out", type=Path, default=Path("inro-fx-demo"), metavar="DIR", help="where report and drawing go (%(default)s)")
+    demo.add_argument("--out", type=Path, default=Path("inro-fx-demo"), metavar="DIR",
+                      help="where report and drawing go (%(default)s)")
     _add_scheme(demo)
     demo.set_defaults(run=_demo)
 
@@ -73,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_scheme(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scheme", default="int8", help=f"{', '.join(s.name for s in SCHEMES)}, or a quant_max such as 100 (%(default)s)")
+    parser.add_argument("--scheme", default="int8",
+                        help=f"{', '.join(s.name for s in SCHEMES)}, or a quant_max such as 100 (%(default)s)")
 
 
 # ---- the commands ----
@@ -193,7 +195,8 @@ def _inputs(spec: str) -> Any:
             raise InputError(f"--inputs {piece}: write a shape such as 1x3x224x224 or int:1x128") from None
         if kind not in ("", "float", "int"):
             raise InputError(f"--inputs {piece}: the kind before the colon is int or float")
-        tensors.append(torch.randint(0, 2, sizes, generator=generator) if kind == "int" else torch.randn(sizes, generator=generator))
+        random = torch.randint(0, 2, sizes, generator=generator) if kind == "int" else torch.randn(sizes, generator=generator)
+        tensors.append(random)
     return tuple(tensors)
 
 

@@ -36,8 +36,9 @@ def to_networkx(model: nn.Module) -> nx.DiGraph:
     """The graph of a quantized model as a `networkx.DiGraph`, one node per operator.
 
     Node attributes: ``op`` (operator or module name), ``module`` (path), ``kind`` ("input", "output", "target", "operator",
-    "module", "skipped" with the ``reason`` why its weight stayed float), ``error`` (propagated relative error of a target, or None), ``kernel``, ``shape``. Weights and sizes are left
-    out. Where the root stays Python, the nodes are the captured regions, in the order of the module tree.
+    "module", or "skipped" with the ``reason`` why its weight stayed float), ``error`` (propagated relative error of a
+    target, or None), ``kernel``, ``shape``. Weights and sizes are left out. Where the root stays Python, the nodes are the
+    captured regions, in the order of execution.
 
     Raises `ModelError` for a model that `quantize_graph` did not make.
     """
@@ -53,7 +54,8 @@ def to_networkx(model: nn.Module) -> nx.DiGraph:
             continue
         error = record.errors.get(("", node.meta.get("target", node.name)))
         target = ("", node.meta.get("target", node.name)) in record.errors
-        kind = {"placeholder": "input", "output": "output", "call_module": "module"}.get(node.op, "target" if target else "operator")
+        plain = "target" if target else "operator"
+        kind = {"placeholder": "input", "output": "output", "call_module": "module"}.get(node.op, plain)
         shape = node.meta.get("example")
         picture.add_node(node.name, op=_label(node), module=node.meta.get("module", ""), kind=kind, error=error,
                          kernel=node.meta.get("kernel", ""), shape=tuple(shape[1]) if shape else ())

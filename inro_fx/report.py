@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tabulate import tabulate
@@ -216,14 +216,7 @@ class Report:
     def _sections(self, style: str) -> list[str]:
         sections = []
         if self.rows:
-            columns = [("op", "left", [r.op for r in self.rows]), ("shape", "left", ["x".join(map(str, r.shape)) for r in self.rows]),
-                       ("scheme", "left", [r.scheme for r in self.rows]), ("scale\nmean", "right", [_short(r.scale_mean) for r in self.rows]),
-                       ("weight\nSQNR dB", "right", [_decibel(r.weight_sqnr) for r in self.rows]),
-                       ("isolated\nerror", "right", [_percent(r.isolated) for r in self.rows]),
-                       ("propag.\nerror", "right", [_percent(r.propagated) for r in self.rows]),
-                       ("KiB", "right", [_kib(r.quantized_bytes) if r.float_bytes else "shared" for r in self.rows]),
-                       ("ratio", "right", [f"{r.ratio:.2f}" if r.ratio is not None else "" for r in self.rows]),
-                       ("kernel", "left", [_kernel(r) for r in self.rows])]
+            columns = [(head, align, [text(row) for row in self.rows]) for head, align, text in COLUMNS]
             if len({r.scheme for r in self.rows}) == 1:
                 columns = [c for c in columns if c[0] != "scheme"]           # the totals name it
             used = sum(2 + max(map(len, [*head.split("\n"), *cells])) for head, _, cells in columns)
@@ -231,7 +224,7 @@ class Report:
             sections.append(tabulate(list(zip(*[c[2] for c in columns], strict=True)), [c[0] for c in columns], tablefmt=style,
                                      disable_numparse=True, colalign=[c[1] for c in columns]))
         if self.skipped:
-            body = [[_fold(s.layer, 40), "x".join(map(str, s.shape)), _kib(s.float_bytes), _fold(s.reason, 56)] for s in self.skipped]
+            body = [[_fold(s.layer, 40), _shape(s.shape), _kib(s.float_bytes), _fold(s.reason, 56)] for s in self.skipped]
             sections.append(tabulate(body, ["left float", "shape", "KiB", "why"], tablefmt=style, disable_numparse=True,
                                      colalign=("left", "left", "right", "left")))
         sections.append("\n".join(self._totals()))
@@ -285,15 +278,17 @@ def _plain(value: Any) -> Any:
 
 
 def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value * 100:.2g}%" if 0 < value < 0.1 else f"{value:.1%}" if math.isfinite(value) else str(value)
+    if value is None or not math.isfinite(value):
+        return "" if value is None else str(value)
+    return f"{value * 100:.2g}%" if 0 < value < 0.1 else f"{value:.1%}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _decibel(value: float) -> str:
     return "exact" if value == math.inf else f"{value:.1f}"
-
-
-def _short(value: float | None) -> str:
-    return "" if value is None else f"{value:.2g}"
 
 
 def _kib(count: int) -> str:
@@ -302,6 +297,20 @@ def _kib(count: int) -> str:
 
 def _kernel(row: Row) -> str:
     return row.kernel.removeprefix("inro_fx.").removesuffix(f" + {row.op}")
+
+
+COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (       # of the printed table, after the layer's name
+    ("op", "left", lambda r: r.op),
+    ("shape", "left", lambda r: _shape(r.shape)),
+    ("scheme", "left", lambda r: r.scheme),
+    ("scale\nmean", "right", lambda r: "" if r.scale_mean is None else f"{r.scale_mean:.2g}"),
+    ("weight\nSQNR dB", "right", lambda r: _decibel(r.weight_sqnr)),
+    ("isolated\nerror", "right", lambda r: _percent(r.isolated)),
+    ("propag.\nerror", "right", lambda r: _percent(r.propagated)),
+    ("KiB", "right", lambda r: _kib(r.quantized_bytes) if r.float_bytes else "shared"),
+    ("ratio", "right", lambda r: "" if r.ratio is None else f"{r.ratio:.2f}"),
+    ("kernel", "left", _kernel),
+)
 
 
 def _fold(text: str, width: int) -> str:

@@ -143,7 +143,7 @@ def clone(model: nn.Module) -> nn.Module:
 def _fold_computed_weights(module: nn.Module) -> None:
     if "parametrizations" in module._modules:
         # torch's own removal would edit the class, which the copy shares with the original
-        names = list(module.parametrizations)  # type: ignore[arg-type]
+        names = list(module.parametrizations)
         with torch.no_grad():
             weights = {name: getattr(module.eval(), name).detach().clone() for name in names}
         module.__class__ = next(c for c in type(module).__mro__ if c is not type(module))
@@ -185,7 +185,7 @@ class _StateWatch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class _StateWritten(Exception):  # noqa: N818
+class _StateWritten(Exception):
     def __init__(self, name: str):
         super().__init__(name)
         self.name = name
@@ -341,11 +341,11 @@ class Session:
 
                 def inputs(tracer: Tracer, call: Call = call, values: list = values) -> tuple[tuple, dict]:
                     traced = call.capture(values, tracer.placeholder)
-                    inputs.kept = [(traced, tree_flatten(traced))]  # type: ignore[attr-defined]
+                    inputs.kept = [(traced, tree_flatten(traced))]
                     return call.spread(traced)
 
                 result = tracer.run(forward or module.forward, inputs)
-                traced, (leaves, spec) = inputs.kept[0]  # type: ignore[attr-defined]
+                traced, (leaves, spec) = inputs.kept[0]
                 leaves_after, spec_after = tree_flatten(traced)
                 if spec != spec_after or any(a is not b for a, b in zip(leaves, leaves_after, strict=True)):
                     raise TraceError("changes a container among its inputs")
@@ -596,7 +596,7 @@ def _try_rung(session: Session, rung: str, example: Example, want: Any, bigger: 
             return session.refusals.get("", "its code cannot be traced")
     else:
         if rung == "layers":
-            session.leaves.update(path for path, module in session.root.named_modules() if next(module.children(), None) is not None)
+            session.leaves.update(path for path, module in session.root.named_modules() if any(True for _ in module.children()))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             session.run_root(args, kwargs)
@@ -658,7 +658,7 @@ def _reference_run(root: nn.Module, example: Example) -> tuple[list[str], Any]:
             module = root.get_submodule(path)
             for kind in (module._parameters, module._buffers):
                 if kind.get(leaf) is not None:
-                    copied = kind[leaf].detach().clone()  # type: ignore[union-attr]
+                    copied = kind[leaf].detach().clone()
                     kind[leaf] = nn.Parameter(copied) if kind is module._parameters else copied
         except Exception as error:
             raise InputError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error

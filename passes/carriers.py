@@ -66,7 +66,8 @@ class Carrier:
         """The arguments of a call by parameter, however they were spelled."""
         if self.op == "einsum":
             operands = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else args[1:]
-            return {"equation": args[0] if args else kwargs.get("equation"), **dict(zip(self.parameters[1:], operands, strict=False))}
+            return {"equation": args[0] if args else kwargs.get("equation"),
+                    **dict(zip(self.parameters[1:], operands, strict=False))}
         return {**dict(zip(self.parameters, args, strict=False)), **kwargs}
 
 
@@ -90,7 +91,7 @@ CARRIERS: tuple[Carrier, ...] = (
     Carrier("conv_transpose1d", ("conv_transpose1d",), _CONV_TRANSPOSE, {"weight": _all_but_second}),
     Carrier("conv_transpose2d", ("conv_transpose2d",), _CONV_TRANSPOSE, {"weight": _all_but_second}),
     Carrier("conv_transpose3d", ("conv_transpose3d",), _CONV_TRANSPOSE, {"weight": _all_but_second}),
-    Carrier("embedding", ("functional.embedding",), ("input", "weight", "padding_idx", "max_norm", "norm_type"), {"weight": _last}),
+    Carrier("embedding", ("functional.embedding",), ("input", "weight", "padding_idx", "max_norm"), {"weight": _last}),
     Carrier("embedding", ("embedding",), ("weight", "indices"), {"weight": _last}),
     Carrier("embedding_bag", ("functional.embedding_bag",), ("input", "weight", "offsets", "max_norm"), {"weight": _last}),
     Carrier("embedding_bag", ("embedding_bag",), ("weight", "indices", "offsets"), {"weight": _last}),

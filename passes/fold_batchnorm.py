@@ -54,11 +54,11 @@ def _fold(convolution: nn.Module, norm: nn.Module) -> bool:
     weight = convolution._parameters["weight"]
     assert weight is not None
     wide = torch.promote_types(weight.dtype, torch.float32)
-    gain = torch.rsqrt(norm.running_var.to(wide) + norm.eps)  # type: ignore[operator]
-    gain = gain if norm.weight is None else gain * norm.weight.to(wide)  # type: ignore[operator]
+    gain = torch.rsqrt(norm.running_var.to(wide) + norm.eps)
+    gain = gain if norm.weight is None else gain * norm.weight.to(wide)
     bias = convolution._parameters.get("bias")
-    shift = (0 if bias is None else bias.to(wide)) - norm.running_mean.to(wide)  # type: ignore[operator]
-    shift = shift * gain + (0 if norm.bias is None else norm.bias.to(wide))  # type: ignore[operator]
+    shift = (0 if bias is None else bias.to(wide)) - norm.running_mean.to(wide)
+    shift = shift * gain + (0 if norm.bias is None else norm.bias.to(wide))
     scaled = weight.to(wide) * gain.reshape(-1, *[1] * (weight.dim() - 1))
     convolution._parameters["weight"] = nn.Parameter(scaled.to(weight.dtype), weight.requires_grad)
     convolution._parameters["bias"] = nn.Parameter(shift.to(weight.dtype), weight.requires_grad)

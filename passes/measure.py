@@ -89,7 +89,7 @@ def evaluate(module: nn.Module, node: fx.Node, value_of: Callable[[fx.Node], Any
         return _attribute(module, str(node.target))
     args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
     if node.op == "call_function":
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return module.get_submodule(str(node.target))(*args, **kwargs)

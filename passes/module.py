@@ -189,7 +189,7 @@ class GraphForward(nn.Module):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
+        super().__setstate__(state)
         self.__dict__["_graph"] = self._capture.graph = state["_graph"].graph()
         self._graph.owning_module = self
         self.recompile()
@@ -236,10 +236,14 @@ def _retarget(graph: fx.Graph, fn: Callable[[Tensor], Tensor]) -> bool:
         if "weight_dtype" in node.meta:
             before = node.meta["weight_dtype"]
             after = node.meta["weight_dtype"] = _mapped_dtype(before, fn)
-            args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a, b=before, c=after: c if a is b else a)
+            args, kwargs = fx.node.map_aggregate((args, kwargs), functools.partial(_swap, before, after))
         if args != node.args or kwargs != node.kwargs:
             node.args, node.kwargs, changed = args, kwargs, True
     return changed
+
+
+def _swap(before: Any, after: Any, value: Any) -> Any:
+    return after if value is before else value
 
 
 # ---- classes made for a user's class ----
@@ -268,7 +272,7 @@ def _composed(user: type, parts: tuple[type, ...]) -> type:
 
 def _reduce(self: nn.Module, protocol: int) -> tuple:
     state = self.__getstate__() if hasattr(type(self), "__getstate__") else self.__dict__.copy()
-    return _rebuild, (user_class(self), type(self)._inro_parts), state  # type: ignore[attr-defined]
+    return _rebuild, (user_class(self), type(self)._inro_parts), state
 
 
 def _rebuild(user: type, parts: tuple[type, ...]) -> nn.Module:
@@ -291,7 +295,7 @@ def attach_graph(module: nn.Module, capture: Capture, strict: bool = False) -> N
         module.__dict__["float_dtypes"] = (dtype, dtype)
     module.__dict__.update(_capture=capture, _graph=capture.graph, strict=strict, calls=Counter())
     capture.graph.owning_module = module
-    module.recompile()  # type: ignore[operator]
+    module.recompile()
 
 
 def detach_graph(module: nn.Module) -> None:
@@ -316,7 +320,7 @@ def attach_packed(module: nn.Module, name: str, packed: Packed, holder: nn.Modul
 def recurrent(module: nn.Module) -> None:
     """Makes the flat list of a recurrent module's weights follow the weights."""
     _add_part(module, RecurrentWeights)
-    module._init_flat_weights()  # type: ignore[operator]
+    module._init_flat_weights()
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:

@@ -38,8 +38,11 @@ class GraphData:
 
     @classmethod
     def of(cls, graph: fx.Graph) -> GraphData:
+        def reference(node: fx.Node) -> Any:
+            return _Ref(node.name)
+
         def refer(value: Any) -> Any:
-            return fx.map_arg(value, lambda n: _Ref(n.name))
+            return fx.map_arg(value, reference)
         return cls([(n.op, n.name, n.target if isinstance(n.target, str) else _encode(n.target), refer(n.args), refer(n.kwargs),
                      dict(n.meta)) for n in graph.nodes])
 

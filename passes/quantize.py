@@ -26,7 +26,7 @@ def quantize(graph: fx.Graph, decisions: Mapping[str, Decision], prefix: str) ->
     """A new graph with the decided weights unpacked from their parts. ``prefix`` is the path of the graph's module."""
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    new.output(new.graph_copy(graph, copies))                  # type: ignore[arg-type]
+    new.output(new.graph_copy(graph, copies))
     for node, twin in copies.items():
         twin.meta = {**node.meta, "target": node.name}
     output = next(iter(reversed(new.nodes)))

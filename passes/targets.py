@@ -108,8 +108,8 @@ class Overrides:
 
     def match(self, target: Target, names: tuple[str, ...]) -> tuple[bool, Any, Any]:
         """(matched, pattern, scheme) for one use of a weight known as ``names``."""
-        paths = [target.module] + [p for p in (name.rpartition(".")[0] for name in names) if p == target.module or target.node is None
-                                   or not any(n.rpartition(".")[0] == target.module for n in names)]
+        owners = [name.rpartition(".")[0] for name in names]
+        paths = [target.module] if target.module in owners and target.node is not None else [target.module, *owners]
         for index, (key, scheme) in enumerate(self.entries):
             if self._matches(key, target, paths, names):
                 self.used.add(index)
@@ -135,7 +135,7 @@ def _prefixes(path: str) -> list[str]:
 
 
 def plan(session: Session, targets: list[Target], default: Scheme | None, overrides: Overrides,
-         resolve: Any, frozen: set[str] = frozenset()) -> Plan:  # type: ignore[assignment]
+         resolve: Any, frozen: set[str] = frozenset()) -> Plan:
     """Decides for every weight. ``resolve`` turns what an override names into a scheme; ``frozen`` weights are written to."""
     by_constant: dict[str, list[Target]] = {}
     for target in targets:
@@ -211,12 +211,13 @@ def _buffer_names(session: Session, constant: Constant, scheme: Scheme) -> tuple
 
 
 def _why_unused(session: Session, constant: Constant) -> str:
-    users = set()
+    users: set[str] = set()
     for capture in session.captures.values():
         for node in capture.graph.nodes:
             alias = node.meta.get("alias")
             if alias is not None and alias.constant == constant.name:
-                users.update(name_of_target(u.target) if u.op != "call_module" else u.target for u in node.users if "alias" not in u.meta)
+                users.update(name_of_target(u.target) if u.op != "call_module" else str(u.target)
+                             for u in node.users if "alias" not in u.meta)
     users.discard("output")
     if users:
         return f"used by {', '.join(sorted(str(u) for u in users))} only: no operator that multiplies by it"

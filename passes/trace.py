@@ -44,11 +44,11 @@ class TraceError(RuntimeError):
     """The traced code did something that a graph cannot say; the text is the reason that the report shows."""
 
 
-class GuardFailed(Exception):  # noqa: N818 - it is a signal to the dispatcher, not an error of anybody's
+class GuardFailed(Exception):
     """A captured graph met a size for which its recorded branches do not hold."""
 
 
-class Retrace(Exception):  # noqa: N818
+class Retrace(Exception):
     """A module was given up after its code had changed tensors in place: trace again with it as a leaf."""
 
     def __init__(self, path: str):
@@ -91,7 +91,8 @@ class _Patches:
     """The methods of nn.Module that tracing listens to, patched while any thread traces; other threads pass through."""
 
     def __init__(self) -> None:
-        self.lock, self.users, self.saved = threading.Lock(), 0, []
+        self.lock, self.users = threading.Lock(), 0
+        self.saved: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> None:
         with self.lock:
@@ -185,15 +186,15 @@ def _patch_apply(original: Any) -> Any:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         frame = active()
         if isinstance(frame, Tracer) and (_any_proxy(args) or _any_proxy(kwargs.values())):
-            return frame.create("call_function", cls.apply, *args, **kwargs)  # type: ignore[attr-defined]
+            return frame.create("call_function", cls.apply, *args, **kwargs)
         return original.__func__(cls, *args, **kwargs)
     return classmethod(apply)
 
 
 _NO_SIZE = torch.Size(())
 _PATCHES: list[tuple[Any, str, Callable]]
-_PATCHES = [(builtins, "isinstance", _patch_isinstance), (nn.Module, "__call__", _patch_call), (nn.Module, "__getattr__", _patch_getattr),
-            (nn.Module, "__setattr__", _patch_setattr)]
+_PATCHES = [(builtins, "isinstance", _patch_isinstance), (nn.Module, "__call__", _patch_call),
+            (nn.Module, "__getattr__", _patch_getattr), (nn.Module, "__setattr__", _patch_setattr)]
 _PATCHES += [(torch, name, _patch_factory) for name in ("ones", "zeros", "empty", "rand", "randn")]
 _PATCHES += [(torch, name, _patch_check) for name in ("_assert", "_check", "_check_with", "_check_tensor_all",
                                                          "_check_tensor_all_with")]
@@ -449,7 +450,7 @@ def where() -> str:
     """The source line of the user's code that is running: ``modeling_bert.py:120``."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(INTERNAL):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "torch"
 
 
@@ -640,7 +641,8 @@ class Tracer(TracerBase):
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         if isinstance(value, Tensor):
             node.meta["example"] = (value.dtype, tuple(value.shape))
-            node.meta["droppable"] = node.target is operator.getitem and first is not None and not isinstance(first.example, Tensor)
+            node.meta["droppable"] = (node.target is operator.getitem and first is not None
+                                      and not isinstance(first.example, Tensor))
             self._set_alias(node, value, proxies, name)
             return ExampleProxy(node, self, value, static, False)
         node.meta["droppable"] = node.op != "call_module" and not is_mutating(node.target, node.kwargs)
@@ -709,7 +711,8 @@ class Tracer(TracerBase):
         fresh, self._fresh = self._fresh, []
         nodes = {p.node for p in _proxies(arguments)} if fresh else ()
         for caller, instruction, node, number in fresh:
-            if caller is frame and instruction == frame.f_lasti and number in nodes and node.target is guard and node.args[0] is number:
+            same_call = caller is frame and instruction == frame.f_lasti
+            if same_call and number in nodes and node.target is guard and node.args[0] is number:
                 self.graph.erase_node(node)
                 self._guarded[number].discard(False)
                 self.guards.pop()

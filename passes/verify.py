@@ -38,7 +38,8 @@ def verify(graph: fx.Graph, module: nn.Module, decisions: Mapping[str, Decision]
         if node.op in ("get_attr", "call_module") and "part_of" not in node.meta and not _has(module, str(node.target)):
             fail(f"{node.name} reads {node.target}, which the module does not have")
         alias = node.meta.get("alias")
-        if after != "capture" and node.op == "get_attr" and "part_of" not in node.meta and alias is not None and alias.constant in decisions:
+        reads_weight = node.op == "get_attr" and "part_of" not in node.meta and alias is not None
+        if after != "capture" and reads_weight and alias.constant in decisions:
             fail(f"{node.name} reads {node.target} as a float weight")
         if node.op not in ("output", "placeholder") and "module" not in node.meta:
             fail(f"{node.name} does not say which module it came from")

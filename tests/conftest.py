@@ -12,4 +12,3 @@ settings.load_profile("inro_fx")
 def _seeded():
     torch.manual_seed(0)
     torch._dynamo.reset()
-    yield

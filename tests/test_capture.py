@@ -220,7 +220,7 @@ def test_a_cache_object_goes_to_the_models_own_code():
             cache.seen.append(y)
             y = torch.cat(cache.seen)
         return y
-    model, small = quantized(forward, torch.randn(2, 8))
+    _, small = quantized(forward, torch.randn(2, 8))
     cache = Cache()
     assert small(torch.randn(1, 8), cache).shape == (1, 8)
     assert small(torch.randn(1, 8), cache).shape == (2, 8)

