@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,11 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .errors import InputError, ModelError
 from .numerics import weight_error
-from .passes.capture import Example, Session, capture, clone, run
+from .passes.capture import (
+    Example,
+    Session,
+    capture,
+    clone,
+    compare,
+    kept_random_state,
+    prepare,
+    put_state,
+    run,
+    tensors_in,
+)
 from .passes.constants import owner_of
 from .passes.fold_batchnorm import fold_batchnorm as fold_batchnorm_pass
 from .passes.fuse import fuse
@@ -24,7 +35,7 @@ from .passes.quantize import quantize
 from .passes.scheme import Scheme
 from .passes.targets import Overrides, Plan, find_targets, plan
 from .passes.verify import verify
-from .report import make_record, stored_tensors
+from .report import make_record, stored_bytes
 from .schemes import find_scheme
 
 __all__ = ["quantize_graph"]
@@ -88,22 +99,37 @@ def quantize_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme =
     if not batches:
         raise InputError("calibration gives no inputs")
 
-    with torch.inference_mode(False), torch.no_grad(), _unchanged_if_it_fails(model, inplace):
-        float_tensors = stored_tensors(model)
-        root = model.eval() if inplace else clone(model)
-        return _quantize(root, example, batches, default, overriding, capture, inplace, fold_batchnorm, strict, float_tensors)
+    options = Options(default, overriding, capture, inplace, fold_batchnorm, strict)
+    with torch.inference_mode(False), torch.no_grad(), kept_random_state(), _unchanged_if_it_fails(model, inplace):
+        return _quantize(model, example, batches, options)
 
 
-def _quantize(root: nn.Module, example: Example, batches: list[Example], default: Scheme, overrides: Overrides, mode: str,
-              inplace: bool, fold: bool, strict: bool, float_tensors: int) -> nn.Module:
-    session, want = capture_model(root, example, mode, strict)
-    if fold and "" in session.captures and fold_batchnorm_pass(root, session.captures[""].graph):
-        for path in [*session.captures, *session.layers]:
-            detach_graph(root.get_submodule(path))
-        session, _ = capture_model(root, example, mode, strict)
-    overrides.root = root
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `quantize_graph` was asked for."""
+
+    default: Scheme
+    overrides: Overrides
+    capture: str
+    inplace: bool
+    fold_batchnorm: bool
+    strict: bool
+
+
+def _quantize(model: nn.Module, example: Example, batches: list[Example], options: Options) -> nn.Module:
+    float_bytes = stored_bytes(model)
+    if options.inplace:
+        _try(model.eval(), example, "example_inputs")          # before anything of the user's model is touched
+    root = prepare(model) if options.inplace else clone(model)
+
+    session, want = capture_model(root, example, options.capture)
+    if options.fold_batchnorm and _fold(session):
+        session, folded = capture_model(root, example, options.capture)
+        if (difference := compare(want, folded)) is not None:
+            raise ModelError(f"folding batch norms changes this model ({difference}): quantize with fold_batchnorm=False")
+    options.overrides.see(root)
     targets = find_targets(session)
-    chosen = plan(session, targets, default, overrides, find_scheme, session.written)
+    chosen = plan(session, targets, options.default, options.overrides)
     decided = [t for t in targets if t.use.constant in chosen.decisions]
 
     graphs = {path: quantize(c.graph, chosen.decisions, path) for path, c in session.captures.items()}
@@ -112,36 +138,50 @@ def _quantize(root: nn.Module, example: Example, batches: list[Example], default
         verify(fuse(graph, chosen.decisions), root.get_submodule(path), chosen.decisions, after="fuse")
 
     packer = _Packer(session, chosen)
+    errors: dict[Any, Any] = {}
     with progress_bar(2 * len(decided) * len(batches), "quantizing") as tick:
-        errors: dict[Any, Any] = {}
-        for batch in batches:
-            _merge(errors, run_float(session, batch, graphs, decided, chosen.decisions, packer.pack, tick))
+        for number, batch in enumerate(batches):
+            if batch is not example:
+                _try(root, batch, f"batch {number} of calibration")
+            release = packer.release if options.inplace and number + 1 == len(batches) else None
+            _merge(errors, run_float(session, batch, graphs, decided, chosen.decisions, packer.pack, tick, release))
         for name in chosen.decisions:
             packer.pack(name)
-        install(session, chosen, graphs)
+        install(session, chosen, graphs, packer.parts, options.strict)
         got = want
         for batch in batches:
             got = run_quantized(root, batch, session.captures, decided, errors, tick)
-        if len(batches) > 1 or batches[0] is not example:
+        if batches[-1] is not example:
             got = run(root, example)
-    root.__dict__["_inro"] = make_record(session, chosen, targets, graphs, errors, packer.facts, want, got, float_tensors)
+    for name, before in session.written.items():
+        put_state(root, name, before if options.inplace else before.clone())
+    root.__dict__["_inro"] = make_record(session, chosen, targets, graphs, errors, packer.facts, want, got, float_bytes)
     return root
 
 
-def capture_model(root: nn.Module, example: Example, mode: str, strict: bool) -> tuple[Session, Any]:
-    session, want = capture(root, example, mode, strict)
-    if not any(isinstance(leaf, Tensor) for leaf in _tensors_of(want)):
+def _try(model: nn.Module, inputs: Example, name: str) -> None:
+    try:
+        run(model, inputs)
+    except Exception as error:
+        raise InputError(f"the model does not run on {name}: {type(error).__name__}: {error}") from error
+
+
+def _fold(session: Session) -> list[tuple[str, str]]:
+    """Folds batch norms in every captured graph, and takes the graphs off again: they are of the model as it was."""
+    folded = [pair for c in session.captures.values() for pair in fold_batchnorm_pass(session.root, c.graph)]
+    for path in [*session.captures, *session.layers] if folded else ():
+        if path not in {norm for _, norm in folded}:
+            detach_graph(session.root.get_submodule(path))
+    return folded
+
+
+def capture_model(root: nn.Module, example: Example, mode: str) -> tuple[Session, Any]:
+    """The captured session and the model's float output, which must hold a tensor."""
+    session, want = capture(root, example, mode)
+    if next(tensors_in(want), None) is None:
         raise ModelError(f"the model returns no tensor on example_inputs (it returned {type(want).__name__}); "
                          f"give inputs for which forward computes something")
     return session, want
-
-
-def _tensors_of(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            yield from _tensors_of(list(vars(leaf).values()), depth - 1)
 
 
 def check_model(model: nn.Module) -> None:
@@ -168,30 +208,38 @@ class _Packer:
 
     def __init__(self, session: Session, chosen: Plan):
         self.session, self.chosen = session, chosen
+        self.parts: dict[str, dict[str, Tensor]] = {}
         self.facts: dict[str, dict[str, Any]] = {}
 
-    def pack(self, name: str) -> None:
-        if name in self.facts:
-            return
+    def pack(self, name: str) -> dict[str, Tensor]:
+        """The parts of a weight."""
+        if name in self.parts:
+            return self.parts[name]
         decision = self.chosen.decisions[name]
         matrix = decision.layout.matrix(self.session.tensor(name).detach())
-        parts = decision.scheme.pack(matrix)
-        owner, _ = owner_of(self.session.root, name)
-        for buffer, part in zip(decision.buffers, decision.scheme.parts, strict=True):
-            owner.register_buffer(buffer, parts[part])
+        parts = self.parts[name] = decision.scheme.pack(matrix)
         restored = decision.scheme.unpack(parts, decision.layout.columns, decision.constant.dtype)
         scale = parts.get("scale")
         self.facts[name] = dict(
             error=weight_error(matrix, restored),
             bytes=sum(p.numel() * p.element_size() for p in parts.values()),
             scale=None if scale is None or not scale.numel() else (scale.min().item(), scale.mean().item(), scale.max().item()))
+        return parts
+
+    def release(self, name: str) -> None:
+        """Frees a float weight whose parts are made."""
+        self.pack(name)
+        tensor = self.session.tensor(name)
+        tensor.data = tensor.data.new_empty(0)
 
 
-def install(session: Session, chosen: Plan, graphs: Mapping[str, Any]) -> None:
-    """Drops the float weights and puts the quantized graphs in their places."""
+def install(session: Session, chosen: Plan, graphs: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]], strict: bool) -> None:
+    """Puts parts in the place of the float weights, and the quantized graphs in the place of the float ones."""
     root = session.root
     for decision in chosen.decisions.values():
         holder, own = owner_of(root, decision.constant.name)
+        for buffer, part in zip(decision.buffers, decision.scheme.parts, strict=True):
+            holder.register_buffer(buffer, parts[decision.constant.name][part])
         for name in decision.constant.names:
             owner, leaf = owner_of(root, name)
             for kind in (owner._parameters, owner._buffers):
@@ -201,7 +249,6 @@ def install(session: Session, chosen: Plan, graphs: Mapping[str, Any]) -> None:
                           holder, decision.buffers)
     for path, captured in {**session.layers, **session.captures}.items():
         module = root.get_submodule(path)
-        strict = module.strict
         if path in session.captures:
             captured.graph = graphs[path]
         else:

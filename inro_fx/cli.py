@@ -202,5 +202,6 @@ def _inputs(spec: str) -> Any:
 
 def _without_shared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The file keeps one of several names of the same tensor, as safetensors asks."""
-    seen: dict[int, str] = {}
-    return {name: t for name, t in tensors.items() if seen.setdefault(t.data_ptr() if t.numel() else id(t), name) == name}
+    seen: dict[object, str] = {}
+    return {name: t for name, t in tensors.items()
+            if seen.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else name, name) == name}

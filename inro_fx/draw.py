@@ -38,7 +38,7 @@ def to_networkx(model: nn.Module) -> nx.DiGraph:
     Node attributes: ``op`` (operator or module name), ``module`` (path), ``kind`` ("input", "output", "target", "operator",
     "module", or "skipped" with the ``reason`` why its weight stayed float), ``error`` (propagated relative error of a
     target, or None), ``kernel``, ``shape``. Weights and sizes are left out. Where the root stays Python, the nodes are the
-    captured regions, in the order of execution.
+    captured regions without arrows: who feeds whom is the Python's business.
 
     Raises `ModelError` for a model that `quantize_graph` did not make.
     """
@@ -72,14 +72,10 @@ def _python_root(model: nn.Module, record: Record, picture: nx.DiGraph) -> nx.Di
     errors: dict[str, list[float]] = {}
     for (path, _), error in record.errors.items():
         errors.setdefault(path, []).append(error if error is not None else 0.0)
-    previous = None
     for path, found in errors.items():
         name = path or "(the model)"
         picture.add_node(name, op=type(model.get_submodule(path)).__name__, module=path, kind="module", error=max(found),
                          kernel="", shape=())
-        if previous is not None:
-            picture.add_edge(previous, name)
-        previous = name
     return picture
 
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tabulate import tabulate
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from .errors import ModelError
 from .numerics import output_error
-from .passes.capture import Session
+from .passes.capture import Session, tensors_in
+from .passes.module import GraphForward
 from .passes.targets import Plan, Target
 
 __all__ = ["Report", "Row", "Skipped", "report"]
@@ -85,7 +85,7 @@ class Record:
     errors: dict[tuple[str, str], float | None]  # (capture, target node) -> propagated or isolated error, for drawing
 
 
-def stored_tensors(model: nn.Module) -> int:
+def stored_bytes(model: nn.Module) -> int:
     """Bytes of everything in the model's state_dict, shared tensors counted once."""
     seen: dict[Any, int] = {}
     for module in model.modules():
@@ -142,19 +142,9 @@ def _layer_name(target: Target, constant: Any) -> str:
 
 def _worst(want: Any, got: Any) -> float:
     """The largest relative error over the floating-point leaves of an output."""
-    pairs = zip(_leaves(want), _leaves(got), strict=False)
+    pairs = zip(tensors_in(want), tensors_in(got), strict=False)
     errors = [output_error(a, b) for a, b in pairs if a.is_floating_point() and a.shape == b.shape]
     return max(errors, default=0.0, key=lambda e: math.inf if math.isnan(e) else e)
-
-
-def _leaves(value: Any, depth: int = 3) -> list[Tensor]:
-    found: list[Tensor] = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            found.extend(_leaves(list(vars(leaf).values()), depth - 1))
-    return found
 
 
 # ---- the report ----
@@ -258,10 +248,10 @@ def report(model: nn.Module) -> Report:
     if record is None:
         raise ModelError(f"this {type(model).__name__} was not made by inro_fx.quantize_graph, so there is nothing to report")
     outside: Counter = Counter()
-    calls = model.__dict__.get("calls")
-    if calls is not None:
-        outside.update(calls)
-    return Report(record.rows, record.skipped, record.float_bytes, stored_tensors(model), record.output_error, record.steps,
+    for path, module in model.named_modules():
+        for reason, count in module.__dict__.get("calls", {}).items() if isinstance(module, GraphForward) else ():
+            outside[f"{path}: {reason}" if path else reason] += count
+    return Report(record.rows, record.skipped, record.float_bytes, stored_bytes(model), record.output_error, record.steps,
                   record.regions, record.nodes, record.guards, dict(outside))
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +41,8 @@ class ConstantLeaf:
 
 
 Leaf = TensorLeaf | ConstantLeaf
+IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
+             enum.Enum, type, types.FunctionType, types.BuiltinFunctionType)
 
 
 @dataclasses.dataclass
@@ -162,6 +166,8 @@ class Call:
                     return f"another structure of {self.names[index]}"
             for leaf, item in zip(self.leaves[index], items, strict=True):
                 if isinstance(leaf, ConstantLeaf):
+                    if not isinstance(leaf.value, IMMUTABLE):
+                        return f"{leaf.name} is a {type(leaf.value).__name__}, whose state may differ"
                     if item is not leaf.value and not _equal(item, leaf.value):
                         return f"another value of {leaf.name}"
                     continue
@@ -176,6 +182,8 @@ class Call:
                     return f"another dtype of {leaf.name}"
                 elif "device" in facts and item.device != leaf.device:
                     return f"another device of {leaf.name}"
+                elif "requires_grad" in facts and item.requires_grad:
+                    return f"{leaf.name} requires a gradient"
                 flat.append(item)
         return flat
 
@@ -234,6 +242,8 @@ def _transform(value: Any, wanted: Callable[[Any], bool], replace: Callable[[Any
         items = {k: again(v) for k, v in value.items()}
         fields = {f.name: again(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in items}
         return kind(**{k: v for k, v in fields.items() if v is not None}, **items)
+    if isinstance(value, (set, frozenset)):
+        return kind(again(v) for v in value)
     if isinstance(value, dict):
         new_dict = kind() if kind is dict else copy.copy(value)
         memo[id(value)] = new_dict
@@ -243,6 +253,8 @@ def _transform(value: Any, wanted: Callable[[Any], bool], replace: Callable[[Any
             vars(new_dict).update({k: again(v) for k, v in vars(value).items()})
         return new_dict
     attributes = getattr(value, "__dict__", None)
+    if dataclasses.is_dataclass(value) and not attributes:              # one with slots
+        attributes = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if attributes is None or callable(value) or isinstance(value, torch.nn.Module):
         return value
     changed = {k: again(v) for k, v in attributes.items()}

@@ -10,11 +10,13 @@ it, on one row more. If it does not, the next rung is tried, and the reason is k
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
+import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,14 +24,14 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from .call import Call, Slot, rebuild, strip
+from .call import IMMUTABLE, Call, Slot, rebuild, strip
 from .carriers import observed_use
 from .constants import Alias, Constant, alias_of_view, find_constants
 from .failures import InputError, ModelError
 from .module import Capture, attach_graph, detach_graph, recurrent, user_class
-from .trace import ExampleProxy, Retrace, TraceError, Tracer, _frame, _patches, active
+from .trace import ExampleProxy, Retrace, TraceError, Tracer, _frame, _patches, active, module_call
 
-__all__ = ["Example", "Session", "capture", "clone", "compare"]
+__all__ = ["Example", "Session", "capture", "clone", "compare", "prepare", "run", "tensors_in"]
 
 MAX_RETRACES = 25
 
@@ -57,7 +59,14 @@ class Example:
 
     def fresh(self) -> tuple[tuple, dict]:
         def copied(x: Any) -> Any:
-            return x.detach().clone() if isinstance(x, Tensor) and type(x) in (Tensor, nn.Parameter) else x
+            if type(x) in (Tensor, nn.Parameter):
+                return x.detach().clone()
+            if isinstance(x, (*IMMUTABLE, Tensor, nn.Module)):
+                return x
+            try:
+                return copy.deepcopy(x)                  # a cache object, say, that forward would fill
+            except Exception:
+                return x
         return tree_map(copied, (self.args, self.kwargs))
 
     def one_row_more(self) -> Example | None:
@@ -74,17 +83,25 @@ class Example:
 def run(model: nn.Module, example: Example) -> Any:
     """``model.forward`` on a copy of the example, without hooks of the root, with a fixed seed and no trace left in RNG."""
     args, kwargs = example.fresh()
-    devices = {t.device.index for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=[d for d in devices if d is not None]):
-        torch.manual_seed(0)
-        return model.forward(*args, **kwargs)
+    torch.manual_seed(0)
+    return model.forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Everything inside may seed and draw; afterwards the random state of torch (every device) and Python is as before."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+    state = random.getstate()
+    with torch.random.fork_rng(devices=devices):
+        yield
+    random.setstate(state)
 
 
 def compare(want: Any, got: Any) -> str | None:
     """What differs between two outputs beyond float round-off; None if nothing does."""
     flat, spec = tree_flatten(want)
     flat_got, spec_got = tree_flatten(got)
-    if type(want) is not type(got) or (spec != spec_got and len(flat) != len(flat_got)):
+    if type(want) is not type(got) or spec != spec_got:
         return f"it returns {type(got).__name__} with {len(flat_got)} leaves, not {type(want).__name__} with {len(flat)}"
     for a, b in zip(flat, flat_got, strict=True):
         if isinstance(a, Tensor) != isinstance(b, Tensor):
@@ -105,13 +122,35 @@ def compare(want: Any, got: Any) -> str | None:
             if not torch.equal(a, b):
                 return "its integer outputs differ"
             continue
-        tolerance = {torch.float64: 1e-7, torch.float32: 1e-4}.get(a.dtype, 2e-2)
-        finite = a.isfinite()
-        x, y = (torch.where(finite, t, 0).to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
-        error = (x - y).norm() / x.norm().clamp(min=1e-30)
-        if not torch.equal(finite, b.isfinite()) or error > tolerance:
+        error = _distance(a, b)
+        if not error <= TOLERANCE.get(a.dtype, 2e-2):
             return f"its output is off by {error:.1e}"
     return None
+
+
+TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.complex64: 1e-4}
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Relative error; infinite where NaN, infinities or mask values (beyond 1e8, as in attention masks) are not the same."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    usual = a.abs() < 1e8
+    same = (a == b) | (a.isnan() & b.isnan()) | (torch.isclose(a, b, rtol=1e-3, atol=0) & a.isfinite())
+    if not bool((usual | same).all()):
+        return float("inf")
+    x, y = (torch.where(usual, t, 0).double() for t in (a, b))
+    return ((x - y).norm() / x.norm().clamp(min=1e-30)).item()
+
+
+def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors of an output, also those in the attributes of objects that pytree does not know."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and not isinstance(leaf, (nn.Module, type)):
+            fields = [f.name for f in dataclasses.fields(leaf)] if dataclasses.is_dataclass(leaf) else []
+            yield from tensors_in([*vars(leaf).values()] if hasattr(leaf, "__dict__") else [getattr(leaf, f) for f in fields], depth - 1)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -132,12 +171,16 @@ def clone(model: nn.Module) -> nn.Module:
             for tensor in (value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)):
                 if isinstance(tensor, Tensor):
                     memo[id(tensor)] = tensor
-    copied = copy.deepcopy(model, memo)
-    for module in copied.modules():
+    return prepare(copy.deepcopy(model, memo))
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Puts a model, in place, into the form that is captured: eval mode, computed weights as plain parameters."""
+    for module in model.modules():
         _fold_computed_weights(module)
         if isinstance(module, nn.RNNBase):
             recurrent(module)
-    return copied.eval()
+    return model.eval()
 
 
 def _fold_computed_weights(module: nn.Module) -> None:
@@ -196,15 +239,15 @@ class _StateWritten(Exception):
 class Session:
     """Everything that capturing one model collects."""
 
-    def __init__(self, root: nn.Module, strict: bool = False):
-        self.root, self.strict = root, strict
+    def __init__(self, root: nn.Module):
+        self.root = root
         self.captures: dict[str, Capture] = {}          # path -> graph of a region (or of the root)
         self.layers: dict[str, Capture] = {}            # path -> graph of a module that owns weights
         self.refusals: dict[str, str] = {}              # path -> why its own code stays Python
         self.steps: list[tuple[str, str]] = []          # the rungs tried: (rung, outcome)
         self.python_uses: dict[tuple, Any] = {}         # uses of constants by code that stays Python
         self.kept: Any = None                           # keeps the exported module's identity alive while it is traced
-        self.written: frozenset[str] = frozenset()      # parameters and buffers that a forward writes to
+        self.written: dict[str, Tensor] = {}            # parameters and buffers that forward writes to, as they were
         self.leaves: set[str] = set()                   # modules that must not be traced into
         self.hooked = {path for path, m in root.named_modules() if _has_foreign_hooks(m)}
         self.made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()    # by code that is no node
@@ -230,6 +273,7 @@ class Session:
             if name == self.constants[name].name and tensor.device.type != "meta" and tensor.layout is torch.strided:
                 self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
         self._owners = {name.rpartition(".")[0] for name in self.constants}
+        self._ancestors = {""} | {o[:i] for o in self._owners for i in range(len(o) + 1) if i == len(o) or o[i] == "."}
 
     def _lookup(self, name: str) -> Tensor:
         path, _, leaf = name.rpartition(".")
@@ -242,6 +286,16 @@ class Session:
 
     def kind_of(self, path: str) -> str:
         return self.captures[path].kind if path in self.captures else "python"
+
+    def alias_of(self, tensor: Any) -> Alias | None:
+        """Which constant a tensor that Python code holds is a view of."""
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return None
+        for name in self._by_storage.get(tensor.untyped_storage().data_ptr(), ()):
+            alias = alias_of_view(self.constants[name], self.tensor(name), tensor)
+            if alias is not None:
+                return alias
+        return None
 
     def forget_tensors(self) -> None:
         """Lets go of the float weights."""
@@ -271,11 +325,8 @@ class Session:
         module.register_buffer(name, tensor.detach(), persistent=False)
         return name
 
-    def owns_weights(self, path: str) -> bool:
-        return path in self._owners
-
     def weights_below(self, path: str) -> bool:
-        return any(o == path or not path or o.startswith(path + ".") for o in self._owners)
+        return path in self._ancestors
 
     # -- called by tracers --
 
@@ -288,7 +339,7 @@ class Session:
         if path is not None and "forward" in vars(module):
             return "its forward was patched"
         if path in self.hooked:
-            return "it has forward hooks"
+            return "it has hooks"
         return None
 
     def refuse(self, path: str, error: Exception | str) -> None:
@@ -308,7 +359,7 @@ class Session:
     def run_leaf(self, path: str, args: tuple, kwargs: dict) -> Any:
         """Runs a module that stays Python on the example; its children are captured on the way."""
         with torch.no_grad(), _patches, _frame(self), _UseRecorder(self, path):
-            return _original_call(self.root.get_submodule(path), args, kwargs)
+            return module_call(self.root.get_submodule(path), *args, **kwargs)
 
     def run_root(self, args: tuple, kwargs: dict) -> Any:
         """The same for the root, without its hooks."""
@@ -320,7 +371,7 @@ class Session:
         path = self.path_of(module)
         if path is None or path in self.captures or path in self.leaves or not self.weights_below(path) \
                 or self.leaf_reason(module, path) is not None:
-            return _original_call(module, args, kwargs)
+            return module_call(module, *args, **kwargs)
         result, captured = self.trace(path, "region", args, kwargs)
         return result if captured else self.run_leaf(path, args, kwargs)
 
@@ -349,22 +400,45 @@ class Session:
                 leaves_after, spec_after = tree_flatten(traced)
                 if spec != spec_after or any(a is not b for a, b in zip(leaves, leaves_after, strict=True)):
                     raise TraceError("changes a container among its inputs")
+                if tracer._raised:
+                    raise TraceError("catches an exception that an operator raised")
+                self._refuse_leaks(module)
+                example = _example_of(result)
                 self.captures[path] = _finish(tracer, call, kind, result)
-                return _example_of(result), True
+                return example, True
             except Retrace as again:
+                tracer.abandon()
                 self.leaves.add(again.path)
                 if again.path == path:
                     break
             except Exception as error:
+                tracer.abandon()
                 self.refuse(path, error)
                 break
+        else:
+            self.refuse(path, f"{MAX_RETRACES} of its modules change tensors in place and cannot be traced")
         self.leaves.add(path)
         return None, False
+
+    def _refuse_leaks(self, module: nn.Module) -> None:
+        """A list or dict of a module that forward fills would now hold traced values: they are taken out again."""
+        for path, child in module.named_modules():
+            for name, value in vars(child).items():
+                if type(value) is list and any(type(v) is ExampleProxy for v in value):
+                    value[:] = [v for v in value if type(v) is not ExampleProxy]
+                elif type(value) is dict and any(type(v) is ExampleProxy for v in value.values()):
+                    for key in [k for k, v in value.items() if type(v) is ExampleProxy]:
+                        del value[key]
+                else:
+                    continue
+                raise TraceError(f"keeps a value in self.{name} ({path or 'the module itself'})")
 
 
 def _has_foreign_hooks(module: nn.Module) -> bool:
     """Hooks that somebody put on the module; those that its own library has set are part of its forward, and are traced."""
     library = user_class(module).__module__.partition(".")[0]
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(library in ("__main__", "torch") or getattr(h, "__module__", "").partition(".")[0] != library for h in hooks)
 
@@ -401,14 +475,7 @@ def capture_unreached(session: Session) -> None:
             continue
         device = session.tensor(name).device
         if session.trace(constant.module, "unreached", tuple(t.to(device) for t in make(module)), {})[1]:
-            attach_graph(module, session.captures[constant.module], session.strict)
-
-
-_module_call = nn.Module.__call__
-
-
-def _original_call(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    return _module_call(module, *args, **kwargs)
+            attach_graph(module, session.captures[constant.module])
 
 
 class _UseRecorder(torch.overrides.TorchFunctionMode):
@@ -425,18 +492,9 @@ class _UseRecorder(torch.overrides.TorchFunctionMode):
             if isinstance(tensor, Tensor):
                 self.session.made[id(tensor)] = tensor
         if active() is self.session:
-            for use in observed_use(func, args, kwargs, self._alias):
+            for use in observed_use(func, args, kwargs, self.session.alias_of):
                 self.session.python_uses.setdefault((self.path, use.constant, use.op), use)
         return result
-
-    def _alias(self, tensor: Any) -> Alias | None:
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
-            return None
-        for name in self.session._by_storage.get(tensor.untyped_storage().data_ptr(), ()):
-            alias = alias_of_view(self.session.constants[name], self.session.tensor(name), tensor)
-            if alias is not None:
-                return alias
-        return None
 
 
 def _example_of(value: Any) -> Any:
@@ -465,7 +523,7 @@ def _finish(tracer: Tracer, call: Call, kind: str, result: Any) -> Capture:
     tracer.graph.output(nodes[0] if isinstance(template, Slot) else tuple(nodes))
     drop_unused(tracer.graph)
     call.facts = frozenset(tracer.facts)
-    return Capture(tracer.path, kind, tracer.graph, call, template, tracer.guards)
+    return Capture(tracer.path, kind, tracer.graph, call, template)
 
 
 def drop_unused(graph: fx.Graph) -> None:
@@ -489,7 +547,8 @@ def _cut_out(tracer: Tracer, module: nn.Module, path: str, args: tuple, kwargs: 
                 raise TraceError("takes a tensor that is no node")
             node = graph.create_node("placeholder", name, (), {})
             node.meta = {**item.node.meta, "module": path, "droppable": False}
-            copies.setdefault(item.node, node)
+            if copies.setdefault(item.node, node) is not node:
+                raise TraceError("takes one tensor twice: another call may take two")
             return item
         call.capture(values, placeholder)
         node = last.next
@@ -516,8 +575,8 @@ def _cut_out(tracer: Tracer, module: nn.Module, path: str, args: tuple, kwargs: 
         return None
     graph.output(results[0] if isinstance(template, Slot) else tuple(results))
     drop_unused(graph)
-    call.facts = frozenset(tracer.facts & {"grad"}) | _facts_of(graph)
-    return Capture(path, "layer", graph, call, template, [])
+    call.facts = frozenset(tracer.facts)                    # what was asked since the layer's code began
+    return Capture(path, "layer", graph, call, template)
 
 
 def _read_again(node: fx.Node, copies: dict[fx.Node, fx.Node], graph: fx.Graph, prefix: str) -> fx.Node:
@@ -528,21 +587,14 @@ def _read_again(node: fx.Node, copies: dict[fx.Node, fx.Node], graph: fx.Graph, 
     return copies[node]
 
 
-def _facts_of(graph: fx.Graph) -> frozenset[str]:
-    """A layer of plain operators asks nothing; anything that reads sizes or guards depends on the rank."""
-    simple = all(n.target not in ("size",) and getattr(n.target, "__name__", "") != "guard" for n in graph.nodes)
-    return frozenset() if simple else frozenset({"rank", "dtype"})
-
-
 # ---- the ladder ----
 
-def capture(root: nn.Module, example: Example, mode: str = "auto", strict: bool = False,
-            reference: Any = None) -> tuple[Session, Any]:
+def capture(root: nn.Module, example: Example, mode: str = "auto") -> tuple[Session, Any]:
     """Captures ``root`` (a clone, changed in place: its modules run graphs afterwards); the session and the reference output."""
-    session = Session(root, strict)
+    session = Session(root)
     written, want = _reference_run(root, example)
     session.index()
-    session.written = frozenset(written)
+    session.written = written
     for name in written:
         session.refusals.setdefault(name.rpartition(".")[0], f"writes to its state {name}")
         session.leaves.add(name.rpartition(".")[0])
@@ -570,6 +622,7 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", strict: bool 
             detach_graph(root.get_submodule(path))
         session.captures.clear()
         session.layers.clear()
+        session.python_uses.clear()
         session.leaves.add("")
     if mode == "export":
         raise ModelError(f"torch.export does not capture this model ({session.steps[-1][1]}); use capture=\"auto\"")
@@ -589,22 +642,16 @@ def _try_rung(session: Session, rung: str, example: Example, want: Any, bigger: 
         if not session.trace("", "graph", args, kwargs, forward)[1]:
             return session.refusals.get("", "its code cannot be traced")
     elif rung == "graph":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            _, captured = session.trace("", "graph", args, kwargs)
-        if not captured:
+        torch.manual_seed(0)
+        if not session.trace("", "graph", args, kwargs)[1]:
             return session.refusals.get("", "its code cannot be traced")
     else:
         if rung == "layers":
             session.leaves.update(path for path, module in session.root.named_modules() if any(True for _ in module.children()))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            session.run_root(args, kwargs)
-    for path, layer in session.layers.items():
-        if path not in session.captures:
-            attach_graph(session.root.get_submodule(path), layer, session.strict)
-    for path, region in session.captures.items():
-        attach_graph(session.root.get_submodule(path), region, session.strict)
+        torch.manual_seed(0)
+        session.run_root(args, kwargs)
+    for path, captured in {**session.layers, **session.captures}.items():
+        attach_graph(session.root.get_submodule(path), captured)
     for inputs, expected, label in ((example, want, "on the example"), (bigger, want_bigger, "with one row more")):
         if inputs is None:
             continue
@@ -614,7 +661,22 @@ def _try_rung(session: Session, rung: str, example: Example, want: Any, bigger: 
             difference = f"it fails with {_brief(error)}"
         if difference is not None:
             return f"{difference} {label}"
+        if inputs is example and "" in session.captures and session.root.calls:
+            return f"its graph does not cover the example itself ({next(iter(session.root.calls))})"
+    for path in {**session.layers, **session.captures}:
+        session.root.get_submodule(path).calls.clear()
     return None
+
+
+def put_state(root: nn.Module, name: str, value: Tensor | None) -> Tensor:
+    """Puts ``value`` (None: a copy of what is there) in the place of a parameter or buffer; what was there before."""
+    path, _, leaf = name.rpartition(".")
+    module = root.get_submodule(path)
+    kind: dict[str, Any] = module._parameters if module._parameters.get(leaf) is not None else module._buffers
+    before = kind[leaf]
+    copied = before.detach().clone() if value is None else value
+    kind[leaf] = nn.Parameter(copied, before.requires_grad) if kind is module._parameters and value is None else copied
+    return before
 
 
 def _brief(error: Exception) -> str:
@@ -637,9 +699,9 @@ def _exported(session: Session, args: tuple, kwargs: dict) -> Callable:
     return module.forward
 
 
-def _reference_run(root: nn.Module, example: Example) -> tuple[list[str], Any]:
-    """The output of the model, and the names of the state that it writes to (which the copy then has for itself)."""
-    written: list[str] = []
+def _reference_run(root: nn.Module, example: Example) -> tuple[dict[str, Tensor], Any]:
+    """The output of the model, and the state that it writes to: each such tensor is the copy's own from then on."""
+    written: dict[str, Tensor] = {}
     while True:
         names = {}
         for path, module in root.named_modules():
@@ -651,15 +713,10 @@ def _reference_run(root: nn.Module, example: Example) -> tuple[list[str], Any]:
                         names[tensor.untyped_storage().data_ptr()] = full
         try:
             with _StateWatch(names):
-                return written, run(root, example)
+                want = run(root, example)
+            return written, want
         except _StateWritten as state:
-            written.append(state.name)
-            path, _, leaf = state.name.rpartition(".")
-            module = root.get_submodule(path)
-            for kind in (module._parameters, module._buffers):
-                if kind.get(leaf) is not None:
-                    copied = kind[leaf].detach().clone()
-                    kind[leaf] = nn.Parameter(copied) if kind is module._parameters else copied
+            written[state.name] = put_state(root, state.name, None)
         except Exception as error:
             raise InputError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
 

@@ -37,15 +37,20 @@ class Constant:
 class Alias:
     """A node's value seen as axes of a constant: axis ``i`` of the node runs over ``axes[i]`` of the constant.
 
-    ``shape`` is the node's shape and ``offset`` its first element in the constant's memory; ``view`` is False for
-    elementwise copies (casts, multiples) of the constant.
+    ``shape`` and ``strides`` are the node's, ``offset`` is its first element in the constant's memory; ``view`` is False
+    for elementwise copies (casts, multiples) of the constant.
     """
 
     constant: str
     axes: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     offset: int = 0
     view: bool = True
+
+    @classmethod
+    def whole(cls, constant: Constant, tensor: Tensor) -> Alias:
+        return cls(constant.name, tuple((i,) for i in range(tensor.dim())), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def _named_tensors(root: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
@@ -98,7 +103,7 @@ def alias_of_view(constant: Constant, base: Tensor, view: Tensor) -> Alias | Non
         touched = tuple(axis for axis, (size, stride) in enumerate(zip(base.shape, base.stride(), strict=True))
                         if size > 1 and stride <= s * (n - 1) and s < size * stride)
         axes.append(touched)
-    return Alias(constant.name, tuple(axes), tuple(view.shape), view.storage_offset() - base.storage_offset())
+    return Alias(constant.name, tuple(axes), tuple(view.shape), tuple(view.stride()), view.storage_offset() - base.storage_offset())
 
 
 def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -16,10 +16,12 @@ import torch
 from torch import fx, nn
 
 from .carriers import name_of_target
+from .module import user_class
 
 __all__ = ["fold_batchnorm"]
 
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
+CONVOLUTION_CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)          # not their subclasses, whose forward may do more
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -28,16 +30,16 @@ def fold_batchnorm(root: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
     calls = Counter(n.meta.get("module") for n in graph.nodes if _name(n) in CONVOLUTIONS or _name(n) == "batch_norm")
     folded = []
     for node in graph.nodes:
-        if _name(node) != "batch_norm" or not isinstance(node.args[0], fx.Node):
+        conv = (node.args[0] if node.args else node.kwargs.get("input")) if _name(node) == "batch_norm" else None
+        if not isinstance(conv, fx.Node):
             continue
-        conv = node.args[0]
         if _name(conv) not in CONVOLUTIONS or len(conv.users) != 1:
             continue
         first, second = conv.meta.get("module"), node.meta.get("module")
         if not first or not second or calls[first] != 1 or calls[second] != 1:
             continue
         convolution, norm = root.get_submodule(first), root.get_submodule(second)
-        if isinstance(convolution, nn.modules.conv._ConvNd) and isinstance(norm, NORMS) and _fold(convolution, norm):
+        if user_class(convolution) in CONVOLUTION_CLASSES and user_class(norm) in NORMS and _fold(convolution, norm):
             parent, _, name = second.rpartition(".")
             root.get_submodule(parent)._modules[name] = nn.Identity()
             folded.append((first, second))

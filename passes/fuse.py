@@ -6,7 +6,7 @@
     after     linear = inro_fx.linear(x, codes, scale, bias, ...)
 
 A linear may be spelled linear(x, w), x @ w, x @ w.t(), mm or addmm, and its weight may be rows of a larger one (the packed
-projections of attention). What is not fused stays unpack-then-operator, and says why in ``node.meta["kernel"]``.
+projections of attention). What is not fused stays unpack-then-operator, and says why in ``node.meta["unfused"]``.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def _linear(graph: fx.Graph, node: fx.Node, operand: str, decision: Decision) ->
         return "the weight is used along another axis than it is stored"
     if not _constant_chain(weight):
         return "the part of the weight depends on the input"
-    if not isinstance(x, fx.Node) or (_rank(x) or 1) < 1:
-        return "the input is no tensor"
+    steps = (decision.constant.shape[1], 1)                     # of a contiguous matrix
+    if any(alias.shape[axis] != 1 and alias.strides[axis] != steps[base[0]] for axis, base in ((out, row), (inner, column))):
+        return "the weight is a part of another one, with steps"
     rows = slice(None)
     if alias.shape[out] != decision.layout.rows:
         if row != (0,) or alias.offset % decision.layout.columns:
@@ -91,7 +92,7 @@ def _linear(graph: fx.Graph, node: fx.Node, operand: str, decision: Decision) ->
     function, trailing = found
     with graph.inserting_before(node):
         parts = _parts(graph, weight, decision, rows)
-        _replace(graph, node, function, (x, *parts, bias, *trailing))
+        _replace(graph, node, function, (x, *parts, bias, *trailing, decision.layout.columns))
     return None
 
 

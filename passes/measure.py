@@ -37,7 +37,6 @@ class Errors:
     signal: float = 0.0
     propagated_noise: float = 0.0
     propagated_signal: float = 0.0
-    shape: tuple[int, ...] = ()
     calls: int = 0
     replayed: int = 0
     samples: list[Tensor] = dataclasses.field(default_factory=list)
@@ -56,6 +55,7 @@ def _ratio(noise: float, signal: float) -> float:
 
 
 Observer = Callable[[fx.Node, Mapping[fx.Node, Any], Any], None]
+Pack = Callable[[str], Mapping[str, Tensor]]
 
 
 def interpret(module: nn.Module, graph: fx.Graph, flat: list[Any], observe: Observer) -> Any:
@@ -68,6 +68,11 @@ def interpret(module: nn.Module, graph: fx.Graph, flat: list[Any], observe: Obse
             if source not in seen:
                 seen.add(source)
                 last.setdefault(node, []).append(source)
+    for node in graph.nodes:              # what a view of a weight was made with is looked at again beside the target
+        if "alias" in node.meta:
+            seen.update(node.all_input_nodes)
+            for sources in last.values():
+                sources[:] = [s for s in sources if s not in node.all_input_nodes]
     inputs = iter(flat)
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -78,8 +83,7 @@ def interpret(module: nn.Module, graph: fx.Graph, flat: list[Any], observe: Obse
             env[node] = evaluate(module, node, env.__getitem__)
             observe(node, env, env[node])
         for source in last.get(node, ()):
-            if isinstance(env[source], Tensor):
-                del env[source]
+            del env[source]
     return None
 
 
@@ -140,52 +144,82 @@ def _sample(value: Tensor) -> Tensor:
 
 
 def run_float(session: Session, example: Example, rewritten: Mapping[str, fx.Graph], targets: list[Target],
-              decisions: Mapping[str, Decision], pack: Callable[[str], None], progress: Callable[[], None]) -> dict[Any, Errors]:
+              decisions: Mapping[str, Decision], pack: Pack, progress: Callable[[], None],
+              release: Callable[[str], None] | None = None) -> dict[Any, Errors]:
     """Runs the float model, and beside every decided target its quantized form on the same inputs (the isolated error).
 
-    ``rewritten`` are the quantized graphs by path, ``pack(constant)`` makes a constant's parts if they are not made yet.
+    ``rewritten`` are the quantized graphs by path. ``pack(constant)`` gives a constant's parts, made when first asked for;
+    ``release(constant)``, if given, is called once nothing in the run will read the float weight any more.
     """
     errors: dict[Any, Errors] = {t.key: Errors() for t in targets}
     observers = {}
+    wanted: dict[str, set[str]] = {}
+    for target in targets:
+        wanted.setdefault(target.capture, set()).add(target.node or "")
+    readers = _last_readers(session, decisions) if release is not None else {}
     for path, capture in session.captures.items():
-        twins = {n.meta.get("target", n.name): n for n in rewritten[path].nodes}
-        wanted = {t.node: t.use.constant for t in targets if t.capture == path and t.node is not None}
-        observers[path] = (capture.graph, _isolating(session, path, twins, wanted, decisions, pack, errors, progress))
+        observe = _isolating(session, path, rewritten[path], wanted.get(path, set()), decisions, pack, errors, progress)
+        if not path and readers:
+            observe = _releasing(observe, readers, release)
+        observers[path] = (capture.graph, observe)
     recorder = _PythonUses(session, decisions, pack, errors)
     with observing(session.root, observers), recorder if session.python_uses else contextlib.nullcontext():
         run(session.root, example)
     return errors
 
 
-def _isolating(session: Session, path: str, twins: Mapping[str, fx.Node], wanted: Mapping[str, str],
-               decisions: Mapping[str, Decision], pack: Callable[[str], None], errors: dict[Any, Errors],
-               progress: Callable[[], None]) -> Observer:
+def _last_readers(session: Session, decisions: Mapping[str, Decision]) -> dict[fx.Node, list[str]]:
+    """Node of the root's graph -> the weights that nothing reads after it. Weights that other code may read are left out."""
+    elsewhere = {constant for _, constant, _ in session.python_uses}
+    last: dict[str, fx.Node] = {}
+    for path, capture in session.captures.items():
+        for node in capture.graph.nodes:
+            for source in (node, *node.all_input_nodes):
+                if "alias" in source.meta:
+                    if path:
+                        elsewhere.add(source.meta["alias"].constant)
+                    last[source.meta["alias"].constant] = node
+            if node.op == "call_module":
+                elsewhere.update(c for c in session.constants if c.startswith(f"{node.target}."))
+    found: dict[fx.Node, list[str]] = {}
+    for constant, node in last.items():
+        if constant in decisions and constant not in elsewhere:
+            found.setdefault(node, []).append(constant)
+    return found
+
+
+def _releasing(observe: Observer, readers: Mapping[fx.Node, list[str]], release: Any) -> Observer:
+    def both(node: fx.Node, env: Mapping[fx.Node, Any], value: Any) -> None:
+        observe(node, env, value)
+        for constant in readers.get(node, ()):
+            release(constant)
+    return both
+
+
+def _isolating(session: Session, path: str, rewritten: fx.Graph, wanted: set[str], decisions: Mapping[str, Decision],
+               pack: Pack, errors: dict[Any, Errors], progress: Callable[[], None]) -> Observer:
     module = session.root.get_submodule(path)
+    twins = {n.meta.get("target", n.name): n for n in rewritten.nodes}
+    originals = {n.name: n for n in session.captures[path].graph.nodes}
 
     def observe(node: fx.Node, env: Mapping[fx.Node, Any], value: Any) -> None:
         if node.name not in wanted or (out := _main_tensor(value)) is None:
             return
         record = errors[path, node.name]
-        if record.calls >= MOST_CALLS:
+        if len(record.samples) >= MOST_CALLS:
             return
         twin = twins[node.name]
-        for constant in {a.meta["alias"].constant for a in node.all_input_nodes if "alias" in a.meta}:
-            if constant in decisions:
-                pack(constant)
-        by_name = {n.name: v for n, v in env.items()}
 
         def value_of(n: fx.Node) -> Any:
             if "part_of" in n.meta:
-                return stored_part(session.root, decisions[n.meta["part_of"]], n.meta["part"])
+                return pack(n.meta["part_of"])[n.meta["part"]]
             if n.op == "get_attr" or "unpacks" in n.meta or ("alias" in n.meta and n.meta["alias"].constant in decisions):
                 return evaluate(module, n, value_of)
-            return by_name[n.meta.get("target", n.name)]
+            return env[originals[n.meta.get("target", n.name)]]
         got = _main_tensor(evaluate(module, twin, value_of))
         if got is not None and got.shape == out.shape:
             noise, signal = _squares(out, got)
-            record.noise, record.signal = record.noise + noise, record.signal + signal
-        record.shape = tuple(out.shape)
-        record.calls += 1
+            record.noise, record.signal, record.calls = record.noise + noise, record.signal + signal, record.calls + 1
         record.samples.append(_sample(out))
         progress()
     return observe
@@ -194,11 +228,11 @@ def _isolating(session: Session, path: str, twins: Mapping[str, fx.Node], wanted
 class _PythonUses(torch.overrides.TorchFunctionMode):
     """The isolated error of uses in code that stays Python."""
 
-    def __init__(self, session: Session, decisions: Mapping[str, Decision], pack: Callable[[str], None], errors: dict[Any, Errors]):
+    def __init__(self, session: Session, decisions: Mapping[str, Decision], pack: Pack, errors: dict[Any, Errors]):
         super().__init__()
-        from .capture import _UseRecorder
         self.session, self.decisions, self.pack, self.errors = session, decisions, pack, errors
-        self.alias = _UseRecorder(session, "")._alias
+        self.alias = session.alias_of
+        self.keys = {key[1]: key for key in errors if ":" in key[1]}
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -206,14 +240,13 @@ class _PythonUses(torch.overrides.TorchFunctionMode):
         if carrier_of(func) is None:
             return value
         for use in observed_use(func, args, kwargs, self.alias):
-            key = next((k for k in self.errors if k[1] == f"{use.constant}:{use.op}"), None)
+            key = self.keys.get(f"{use.constant}:{use.op}")
             out = _main_tensor(value)
             if key is None or out is None or self.errors[key].calls >= MOST_CALLS:
                 continue
-            self.pack(use.constant)
             record = self.errors[key]
-            base, decision = self.session.tensor(use.constant), self.decisions[use.constant]
-            restored = restore(self.session.root, decision)
+            base = self.session.tensor(use.constant)
+            restored = restore(self.decisions[use.constant], self.pack(use.constant))
             if base.is_contiguous():
                 restored = restored.contiguous()
 
@@ -226,18 +259,11 @@ class _PythonUses(torch.overrides.TorchFunctionMode):
                     noise, signal = _squares(out, got)
                     record.noise, record.signal = record.noise + noise, record.signal + signal
                     record.calls += 1
-                    record.shape = tuple(out.shape)
         return value
 
 
-def stored_part(root: nn.Module, decision: Decision, part: str) -> Tensor:
-    """One part of a weight, from the module that holds it."""
-    return root.get_submodule(decision.constant.module).get_buffer(decision.buffers[decision.scheme.parts.index(part)])
-
-
-def restore(root: nn.Module, decision: Decision) -> Tensor:
-    """The weight as its stored parts say it is."""
-    parts = {part: stored_part(root, decision, part) for part in decision.scheme.parts}
+def restore(decision: Decision, parts: Mapping[str, Tensor]) -> Tensor:
+    """The weight as its parts say it is."""
     return decision.layout.restore(decision.scheme.unpack(parts, decision.layout.columns, decision.constant.dtype))
 
 

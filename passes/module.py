@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 import keyword
 from collections import Counter
 from collections.abc import Callable
@@ -24,12 +23,15 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import _format_target
 from torch.fx.graph_module import _forward_from_src
 
-from .call import Call, Slot, rebuild
+from .call import IMMUTABLE, Call, Slot, _equal, rebuild
 from .failures import GraphNotTaken
 from .plain import GraphData
-from .trace import GuardFailed
+from .trace import GuardFailed, guard
 
-__all__ = ["Capture", "GraphForward", "Packed", "PackedWeights", "attach_graph", "attach_packed", "recurrent", "user_class"]
+__all__ = ["Capture", "GraphForward", "Packed", "PackedWeights", "attach_graph", "attach_packed", "detach_graph", "recurrent",
+           "user_class"]
+
+_ABSENT = object()
 
 
 @dataclasses.dataclass
@@ -45,12 +47,27 @@ class Capture:
     graph: fx.Graph
     call: Call
     template: Any
-    guards: list[str]
+
+    @property
+    def guards(self) -> list[str]:
+        """Where the guards of the graph come from, as source lines."""
+        return [str(n.args[2]) for n in self.graph.nodes if n.target is guard]
 
     def excludes(self, module: GraphForward) -> str | None:
         """Why the graph cannot stand in for the module's forward in its present state; None if it can."""
         if "dtype" in self.call.facts and module.float_dtypes[0] != module.float_dtypes[1]:
             return "another dtype of the weights"
+        if module.changed is not None:
+            return module.changed
+        if not torch.compiler.is_compiling():
+            for siblings, name, child in module.inside:
+                if siblings.get(name) is not child:
+                    return f"{name} was replaced"
+                state = child.__dict__
+                if state["training"]:
+                    return "training mode"
+                if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
+                    return f"hooks on {name}"
         if module.training:
             return "training mode"
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -139,6 +156,8 @@ class GraphForward(nn.Module):
     strict: bool
     calls: Counter
     float_dtypes: tuple[torch.dtype, torch.dtype]      # of the weights: when captured, and now
+    inside: list[tuple[dict, str, nn.Module]]          # the modules that the graph stands for: (siblings, name, module)
+    changed: str | None                                # an attribute that was set after the capture
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         capture = self._capture
@@ -150,6 +169,10 @@ class GraphForward(nn.Module):
                 results = self._run(self, *reason)
             except GuardFailed as failed:
                 reason = str(failed)
+            except RuntimeError as error:
+                if torch.compiler.is_compiling() or self.strict:
+                    raise
+                reason = f"an operator raises {type(error).__name__}"
             else:
                 return results if type(capture.template) is Slot else rebuild(capture.template, results)
         if self.strict:
@@ -158,6 +181,12 @@ class GraphForward(nn.Module):
         if not torch.compiler.is_compiling():
             self.calls[reason] += 1
         return super().forward(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        before = self.__dict__.get(name, _ABSENT)
+        super().__setattr__(name, value)
+        if before is not _ABSENT and before is not value and name in self._capture_attributes and not _equal(before, value):
+            self.__dict__["changed"] = f"self.{name} was changed"
 
     def recompile(self) -> Any:
         """Compiles ``graph`` again after a change of it."""
@@ -186,12 +215,14 @@ class GraphForward(nn.Module):
             state.pop(name, None)
         state["_graph"] = GraphData.of(self._graph)
         state["_capture"] = dataclasses.replace(self._capture, graph=None)
+        del state["inside"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__["_graph"] = self._capture.graph = state["_graph"].graph()
         self._graph.owning_module = self
+        self.__dict__["inside"] = _inside(self, self._graph)
         self.recompile()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -293,16 +324,29 @@ def attach_graph(module: nn.Module, capture: Capture, strict: bool = False) -> N
         _add_part(module, GraphForward)
         dtype = next((t.dtype for t in module.parameters() if t.is_floating_point()), torch.get_default_dtype())
         module.__dict__["float_dtypes"] = (dtype, dtype)
-    module.__dict__.update(_capture=capture, _graph=capture.graph, strict=strict, calls=Counter())
+    module.__dict__.update(_capture=capture, _graph=capture.graph, strict=strict, calls=Counter(), changed=None,
+                           inside=_inside(module, capture.graph),
+                           _capture_attributes=frozenset(n for n, v in vars(module).items() if isinstance(v, (*IMMUTABLE, list, tuple))))
     capture.graph.owning_module = module
     module.recompile()
+
+
+def _inside(module: nn.Module, graph: fx.Graph) -> list[tuple[dict, str, nn.Module]]:
+    """The modules below ``module`` whose code the graph stands for: leaves that it calls look after themselves."""
+    called = {str(n.target) for n in graph.nodes if n.op == "call_module"}
+    found = []
+    for path, child in module.named_modules():
+        if path and not any(path == c or path.startswith(c + ".") for c in called):
+            parent, _, name = path.rpartition(".")
+            found.append((module.get_submodule(parent)._modules, name, child))
+    return found
 
 
 def detach_graph(module: nn.Module) -> None:
     """Back to the user's own forward."""
     parts = tuple(p for p in getattr(type(module), "_inro_parts", ()) if p is not GraphForward)
     module.__class__ = _composed(user_class(module), parts) if parts else user_class(module)
-    for name in ("_capture", "_graph", "strict", "calls", "float_dtypes", "_run", "_code"):
+    for name in ("_capture", "_graph", "strict", "calls", "float_dtypes", "changed", "inside", "_capture_attributes", "_run", "_code"):
         module.__dict__.pop(name, None)
 
 
@@ -321,7 +365,3 @@ def recurrent(module: nn.Module) -> None:
     """Makes the flat list of a recurrent module's weights follow the weights."""
     _add_part(module, RecurrentWeights)
     module._init_flat_weights()
-
-
-def signature_of(module: nn.Module) -> inspect.Signature:
-    return inspect.signature(user_class(module).forward)

@@ -95,31 +95,34 @@ def uses_of(node: fx.Node) -> Iterator[Use]:
 class Overrides:
     """``{pattern: scheme or None}``: a pattern is a glob of module paths, a module class, or the name of an operator.
 
-    A path pattern matches the module and everything below it. The first match wins; `unused` lists the others.
+    A path pattern matches the module and everything below it. The first match wins; `unused` lists those that match nothing.
     """
 
     def __init__(self, overrides: Mapping[Any, Any] | None, root: nn.Module):
         self.entries = list((overrides or {}).items())
-        self.root = root
         self.used: set[int] = set()
+        self.classes: dict[str, type] = {}
+        self.see(root)
         for key, _ in self.entries:
             if not isinstance(key, (str, type)):
                 raise SchemeError(f"overrides: {key!r} is neither a module path, a module class nor an operator name")
+
+    def see(self, root: nn.Module) -> None:
+        """Takes the module paths and classes of a model."""
+        self.classes = {path: user_class(module) for path, module in root.named_modules(remove_duplicate=False)}
 
     def match(self, target: Target, names: tuple[str, ...]) -> tuple[bool, Any, Any]:
         """(matched, pattern, scheme) for one use of a weight known as ``names``."""
         owners = [name.rpartition(".")[0] for name in names]
         paths = [target.module] if target.module in owners and target.node is not None else [target.module, *owners]
-        for index, (key, scheme) in enumerate(self.entries):
-            if self._matches(key, target, paths, names):
-                self.used.add(index)
-                return True, key, scheme
-        return False, None, None
+        found = [i for i, (key, _) in enumerate(self.entries) if self._matches(key, target, paths, names)]
+        self.used.update(found)
+        return (True, *self.entries[found[0]]) if found else (False, None, None)
 
     def _matches(self, key: Any, target: Target, paths: list[str], names: tuple[str, ...]) -> bool:
         if isinstance(key, type):
-            return any(issubclass(user_class(self.root.get_submodule(p)), key) for p in paths)
-        if key in OPS and key not in dict(self.root.named_modules()):
+            return any(issubclass(self.classes[p], key) for p in paths)
+        if key in OPS and key not in self.classes:
             return target.use.op == key
         candidates = {*paths, *names}
         return any(fnmatch.fnmatchcase(part, key) for c in candidates for part in _prefixes(c))
@@ -134,48 +137,47 @@ def _prefixes(path: str) -> list[str]:
     return [".".join(pieces[:i]) for i in range(1, len(pieces) + 1)] or [""]
 
 
-def plan(session: Session, targets: list[Target], default: Scheme | None, overrides: Overrides,
-         resolve: Any, frozen: set[str] = frozenset()) -> Plan:
-    """Decides for every weight. ``resolve`` turns what an override names into a scheme; ``frozen`` weights are written to."""
+def plan(session: Session, targets: list[Target], default: Scheme, overrides: Overrides) -> Plan:
+    """Decides for every weight: ``default`` where no override says otherwise."""
     by_constant: dict[str, list[Target]] = {}
     for target in targets:
         by_constant.setdefault(target.use.constant, []).append(target)
+    users = _users(session)
     decisions: dict[str, Decision] = {}
     skips = []
     for constant in dict.fromkeys(session.constants.values()):
         uses = by_constant.get(constant.name, [])
         if not constant.parameter and not any(t.use.op not in ("embedding", "embedding_bag") for t in uses):
             continue                                     # tables in buffers are not weights
-        outcome = _decide(session, constant, uses, default, overrides, resolve, frozen)
+        outcome = _decide(session, constant, uses, default, overrides) if uses else _why_unused(session, constant, users)
         if isinstance(outcome, Decision):
             decisions[constant.name] = outcome
         elif constant.parameter:
             skips.append(Skip(constant, outcome))
     for key in overrides.unused:
-        warnings.warn(f"overrides: {key!r} matches no layer", stacklevel=3)
+        warnings.warn(f"overrides: {key!r} matches no layer", stacklevel=4)
     return Plan(decisions, skips)
 
 
-def _decide(session: Session, constant: Constant, uses: list[Target], default: Scheme | None, overrides: Overrides,
-            resolve: Any, frozen: set[str]) -> Decision | str:
-    if not uses:
-        return _why_unused(session, constant)
-    scheme: Any = None
+def _decide(session: Session, constant: Constant, uses: list[Target], default: Scheme, overrides: Overrides) -> Decision | str:
+    asked: dict[str, Scheme] = {}
     for target in uses:
         matched, key, chosen = overrides.match(target, constant.names)
-        chosen = resolve(chosen) if matched and chosen is not None else chosen
-        if matched and chosen is None:
+        if matched and chosen is not None:
+            asked[chosen.name] = chosen
+        elif matched:
             who = f"overrides[{key if isinstance(key, str) else key.__name__!r}] leaves it float"
             others = len({t.module for t in uses}) > 1
             return who + (f" (at {target.module}; one table serves {len(uses)} uses, so nothing is saved)" if others else "")
-        scheme = scheme or (chosen if matched else default)
-    if scheme is None:
-        return "no scheme"
+    if len(asked) > 1:
+        raise SchemeError(f"overrides ask for {' and '.join(asked)} for {' = '.join(constant.names)}, which is one weight with "
+                          f"{len(uses)} uses; give it one scheme")
+    scheme = next(iter(asked.values()), default)
     if constant.dtype.is_complex:
         return f"{str(constant.dtype).removeprefix('torch.')} weight: only real floating-point weights are quantized"
     if constant.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         return f"{str(constant.dtype).removeprefix('torch.')} weight: only floating-point weights are quantized"
-    if frozen & set(constant.names):
+    if session.written.keys() & set(constant.names):
         return "its own forward writes to it (such as an embedding with max_norm)"
     first = min(uses, key=lambda t: t.use.op in ("embedding", "embedding_bag"))
     layout = Layout.of(constant.shape, first.use.reduced, first.use.groups)
@@ -183,8 +185,10 @@ def _decide(session: Session, constant: Constant, uses: list[Target], default: S
     if 0 in constant.shape:
         return "it is empty"
     if not bool(torch.isfinite(tensor.detach().sum())) and not bool(torch.isfinite(tensor.detach()).all()):
-        warnings.warn(f"{constant.name} holds NaN or infinity and was left float", stacklevel=4)
+        warnings.warn(f"{constant.name} holds NaN or infinity and was left float", stacklevel=5)
         return "it holds NaN or infinity"
+    if constant.dtype == torch.float64 and tensor.detach().abs().max() > torch.finfo(torch.float32).max:
+        return "it holds numbers too large for a float32 scale"
     size, single_row = stored_form(scheme, layout, constant.dtype)
     if size > LEAST_SAVING * constant.bytes and not isinstance(scheme, Identity):
         return f"{scheme.name} would take {size} bytes in the place of {constant.bytes}"
@@ -210,17 +214,22 @@ def _buffer_names(session: Session, constant: Constant, scheme: Scheme) -> tuple
     return tuple(constant.name.rpartition(".")[2] + e for e in endings)
 
 
-def _why_unused(session: Session, constant: Constant) -> str:
-    users: set[str] = set()
+def _users(session: Session) -> dict[str, set[str]]:
+    """By constant: the names of the operators that read it or a view of it."""
+    users: dict[str, set[str]] = {}
     for capture in session.captures.values():
         for node in capture.graph.nodes:
             alias = node.meta.get("alias")
-            if alias is not None and alias.constant == constant.name:
-                users.update(name_of_target(u.target) if u.op != "call_module" else str(u.target)
-                             for u in node.users if "alias" not in u.meta)
-    users.discard("output")
-    if users:
-        return f"used by {', '.join(sorted(str(u) for u in users))} only: no operator that multiplies by it"
+            if alias is not None:
+                users.setdefault(alias.constant, set()).update(
+                    name_of_target(u.target) if u.op != "call_module" else str(u.target)
+                    for u in node.users if "alias" not in u.meta and u.op != "output")
+    return users
+
+
+def _why_unused(session: Session, constant: Constant, users: Mapping[str, set[str]]) -> str:
+    if users.get(constant.name):
+        return f"used by {', '.join(sorted(users[constant.name]))} only: no operator that multiplies by it"
     for path, reason in session.refusals.items():
         if not path or constant.module == path or constant.module.startswith(path + "."):
             return f"not seen in an operator ({path or 'the model'} stays Python: {reason})"

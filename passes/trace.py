@@ -60,7 +60,7 @@ def guard(value: Any, expected: Any, where: str) -> None:
     """The node that a recorded branch leaves in the graph."""
     holds = value if expected is True else not value if expected is False else value == expected
     if not holds:
-        raise GuardFailed(f"{where} was traced with {expected}, not {value}")
+        raise GuardFailed(f"{where} was traced with {expected}")
 
 
 # ---- which tracer is at work in this thread ----
@@ -114,7 +114,7 @@ class _Patches:
 _patches = _Patches()
 
 
-_module_call = nn.Module.__call__
+module_call = nn.Module.__call__            # the real one, whatever is patched later
 
 
 def _patch_call(original: Callable) -> Callable:
@@ -138,10 +138,13 @@ def _patch_setattr(original: Callable) -> Callable:
     @functools.wraps(original)
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         frame = active()
-        if isinstance(frame, Tracer) and not _same(self.__dict__.get(name, _patches), value):
+        if isinstance(frame, Tracer) and not _same(self.__dict__.get(name, _ABSENT), value):
             raise TraceError(f"writes self.{name} in forward")
         original(self, name, value)
     return __setattr__
+
+
+_ABSENT = object()
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -165,6 +168,8 @@ def _patch_isinstance(original: Callable) -> Callable:
     """
     def isinstance(value: Any, kind: Any) -> bool:
         if type(value) is ExampleProxy:
+            if original(value.example, Tensor) and getattr(kind, "__module__", "") == "torch" and kind is not Tensor:
+                value.tracer.ask(value, "dtype")                   # torch.FloatTensor and the like
             return original(value, kind) or original(value.example, kind) or kind is fx.Proxy
         return original(value, kind) or (type(value) is Shape and original(_NO_SIZE, kind))
     return isinstance
@@ -209,8 +214,8 @@ FACTORIES = {getattr(torch, name) for name in (
     "tril_indices", "triu_indices", "zeros")}
 TENSOR_FACTS = {"dtype": "dtype", "device": "device", "layout": "", "is_cuda": "device", "is_cpu": "device",
                 "is_meta": "device", "is_mps": "device", "is_xpu": "device", "is_sparse": "", "is_quantized": "",
-                "is_nested": "", "is_mkldnn": "", "ndim": "rank", "requires_grad": "", "is_leaf": "", "itemsize": "dtype",
-                "names": "", "grad_fn": "", "grad": ""}
+                "is_nested": "", "is_mkldnn": "", "ndim": "rank", "requires_grad": "requires_grad", "is_leaf": "requires_grad",
+                "itemsize": "dtype", "names": "", "grad_fn": "requires_grad", "grad": "requires_grad"}
 TENSOR_FACT_METHODS = {"dim": "rank", "ndimension": "rank", "is_floating_point": "dtype", "is_complex": "dtype",
                        "is_signed": "dtype", "element_size": "dtype", "get_device": "device", "is_inference": "",
                        "has_names": "", "is_conj": "", "is_neg": ""}
@@ -222,7 +227,7 @@ PLAIN = (type(None), str, bytes, torch.dtype, torch.device, torch.layout, torch.
 INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
-def is_mutating(target: Any, kwargs: Mapping[str, Any] = {}) -> bool:
+def is_mutating(target: Any, kwargs: Mapping[str, Any]) -> bool:
     """Does a call of this target change one of its arguments in place?"""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if kwargs.get("out") is not None or kwargs.get("inplace") is True:
@@ -383,7 +388,7 @@ class ExampleProxy:
         return self // other, self % other
 
     def __hash__(self) -> int:
-        return id(self)
+        return hash(self._number(type(self.example))) if isinstance(self.example, (bool, int, float)) else id(self)
 
     def __deepcopy__(self, memo: dict) -> Any:
         if isinstance(self.example, Tensor):
@@ -498,11 +503,13 @@ class Tracer(TracerBase):
         self.graph = fx.Graph(tracer_cls=None)
         self.scope, self.module_stack, self.node_name_to_scope = Scope("", None), OrderedDict(), {}
         self.facts: set[str] = set()
-        self.guards: list[str] = []
+        self._raised = False                    # did an operator raise, and the traced code go on?
+        self._inputs: set[int] = set()          # storages of the inputs
+        self._input_changed = False
         self._guarded: dict[fx.Node, set] = {}
         self._fresh: list[tuple[types.FrameType, int, fx.Node, fx.Node]] = []
         self._read: dict[str, ExampleProxy] = {}
-        self._attribute_names: dict[int, str] = {}
+        self._adopted: dict[int, tuple[Tensor, str]] = {}      # tensors from elsewhere, kept so that their ids stay theirs
 
     # -- running the traced code --
 
@@ -511,6 +518,11 @@ class Tracer(TracerBase):
         with _patches, _frame(self), _Interceptor(self), torch.enable_grad():
             args, kwargs = inputs(self)
             return forward(*args, **kwargs)
+
+    def abandon(self) -> None:
+        """Takes back what this trace has added to the module."""
+        for _, name in self._adopted.values():
+            self.session.root.get_submodule(self.path)._buffers.pop(name, None)
 
     @contextlib.contextmanager
     def ordinary(self) -> Iterator[None]:
@@ -522,6 +534,7 @@ class Tracer(TracerBase):
         node.meta["module"] = self.path
         if isinstance(example, Tensor):
             node.meta["example"] = (example.dtype, tuple(example.shape))
+            self._inputs.add(_storage(example))
         return ExampleProxy(node, self, example, static=False, from_values=False)
 
     def relative(self, path: str) -> str:
@@ -538,12 +551,13 @@ class Tracer(TracerBase):
         known = path is not None and self.inside(path)
         reason = self.session.leaf_reason(module, path)
         if reason is None:
-            outer, last = self.module, self._last()
-            self.module = path if path is not None else outer
+            outer, last, facts = self.module, self._last(), self.facts
+            self.module, self.facts = path if path is not None else outer, set()
             try:
-                result = _module_call(module, *args, **kwargs)
+                result = module_call(module, *args, **kwargs)
                 if known:
                     self.session.saw_call(self, module, path, args, kwargs, result, last)
+                facts = facts | self.facts
                 return result
             except Retrace:
                 raise
@@ -552,7 +566,7 @@ class Tracer(TracerBase):
                     raise
                 self._roll_back(last, path, error)
             finally:
-                self.module = outer
+                self.module, self.facts = outer, facts
         elif not known:
             raise TraceError(f"calls a module held outside the module tree, {type(module).__name__}: {reason}")
         return self.create("call_module", self.relative(path), *args, **kwargs)
@@ -566,6 +580,8 @@ class Tracer(TracerBase):
         erased = set(nodes)
         self._read = {k: v for k, v in self._read.items() if v.node not in erased}
         self._guarded = {k: v for k, v in self._guarded.items() if k not in erased}
+        self._fresh.clear()
+        self._raised = False
         if any(is_mutating(n.target, n.kwargs) for n in nodes if n.op in ("call_function", "call_method")):
             raise Retrace(path)
 
@@ -586,7 +602,7 @@ class Tracer(TracerBase):
             node.meta.update(module=self.module, droppable=True)
             constant: Constant | None = self.session.constants.get(full)
             if constant is not None:
-                node.meta["alias"] = Alias(constant.name, tuple((i,) for i in range(len(constant.shape))), constant.shape)
+                node.meta["alias"] = Alias.whole(constant, value)
             node.meta["example"] = (value.dtype, tuple(value.shape))
             self._read[full] = ExampleProxy(node, self, value.detach(), static=True, from_values=False)
         return self._read[full]
@@ -608,6 +624,8 @@ class Tracer(TracerBase):
 
     def create(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Records one node, runs it on the example, and hands out a proxy, a tuple of them, or a plain fact."""
+        if self._raised:
+            raise TraceError(f"catches an exception that an operator raised, before {where()}")
         proxies = _proxies((args, kwargs))
         first = args[0] if args and type(args[0]) is ExampleProxy else None
         if kind == "call_method" and first is not None and isinstance(first.example, Tensor):
@@ -621,7 +639,13 @@ class Tracer(TracerBase):
             self.facts.add("grad")
         node_args, node_kwargs = self.create_arg(args), self.create_arg(kwargs)
         example_args, example_kwargs = _examples(args), _examples(kwargs)
-        value = self._evaluate(kind, target, example_args, example_kwargs)
+        try:
+            value = self._evaluate(kind, target, example_args, example_kwargs)
+        except Exception:
+            self._raised = True
+            raise
+        if is_mutating(target, kwargs) and first is not None and isinstance(first.example, Tensor) and _storage(first.example) in self._inputs:
+            self._input_changed = True
         node = self.graph.create_node(kind, target, node_args, node_kwargs)
         node.meta["module"] = self.module
         return self._wrap(node, value, proxies, first)
@@ -647,6 +671,8 @@ class Tracer(TracerBase):
             return ExampleProxy(node, self, value, static, False)
         node.meta["droppable"] = node.op != "call_module" and not is_mutating(node.target, node.kwargs)
         if isinstance(value, PLAIN):
+            if isinstance(value, (torch.dtype, torch.device)):     # such as torch.result_type
+                self.facts.update(("dtype", "device"))
             return value
         if isinstance(value, (bool, int, float)):
             if any(isinstance(p.example, Tensor) for p in proxies) and name not in NUMBERS_OF_SIZE:
@@ -688,34 +714,34 @@ class Tracer(TracerBase):
         """Records that the code went on with this number (or, ``kind`` bool, with its truth) as Python sees it now."""
         if proxy.from_values:
             raise TraceError(f"branches on the values of a tensor at {where()}")
-        self._require(proxy, kind is bool and not isinstance(proxy.example, bool))
-        if kind is int and frame is not None:
-            self._fresh.append((frame, frame.f_lasti, self._last(), proxy.node))
+        node = self._require(proxy, kind is bool and not isinstance(proxy.example, bool))
+        if kind is int and frame is not None and node is not None:
+            self._fresh.append((frame, frame.f_lasti, node, proxy.node))
 
-    def _require(self, proxy: ExampleProxy, truth: bool) -> None:
+    def _require(self, proxy: ExampleProxy, truth: bool) -> fx.Node | None:
+        """The guard on a number (or on its truth); None where there is one already."""
         seen = self._guarded.setdefault(proxy.node, set())
         if truth in seen or False in seen:
-            return
+            return None
+        if self._input_changed:
+            raise TraceError(f"branches on sizes after changing its input in place at {where()}")
         seen.add(truth)
         checked, value = proxy.node, proxy.example
         if truth:
             checked, value = self.graph.create_node("call_function", operator.truth, (proxy.node,), {}), bool(value)
             checked.meta.update(module=self.module, droppable=True)
-        source = where()
-        node = self.graph.create_node("call_function", guard, (checked, value, source), {})
+        node = self.graph.create_node("call_function", guard, (checked, value, where()), {})
         node.meta["module"] = self.module
-        self.guards.append(source)
+        return node
 
     def forget_parsing(self, frame: types.FrameType, arguments: Any) -> None:
         """Takes back guards on sizes that only the C argument parser of this very call had looked at."""
         fresh, self._fresh = self._fresh, []
         nodes = {p.node for p in _proxies(arguments)} if fresh else ()
         for caller, instruction, node, number in fresh:
-            same_call = caller is frame and instruction == frame.f_lasti
-            if same_call and number in nodes and node.target is guard and node.args[0] is number:
+            if caller is frame and instruction == frame.f_lasti and number in nodes:
                 self.graph.erase_node(node)
                 self._guarded[number].discard(False)
-                self.guards.pop()
 
     def check(self, condition: ExampleProxy) -> None:
         """torch._check and its like: a condition on which the code does not branch but insists, also on tensors' values."""
@@ -763,12 +789,15 @@ class Tracer(TracerBase):
         full = self.session.name_of(tensor)
         if full is not None and self.inside(full):
             return self._get_attr(full, tensor).node
-        if id(tensor) not in self._attribute_names:
-            self._attribute_names[id(tensor)] = self.session.adopt(self.path, tensor)
-        name = self._attribute_names[id(tensor)]
-        node = self.graph.create_node("get_attr", name, (), {})
+        if id(tensor) not in self._adopted:
+            self._adopted[id(tensor)] = tensor, self.session.adopt(self.path, tensor)
+        node = self.graph.create_node("get_attr", self._adopted[id(tensor)][1], (), {})
         node.meta.update(module=self.module, droppable=True)
         return node
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.device.type != "meta" else id(tensor)
 
 
 def _proxies(value: Any) -> list[ExampleProxy]:
@@ -778,7 +807,7 @@ def _proxies(value: Any) -> list[ExampleProxy]:
         kind = type(v)
         if kind is ExampleProxy:
             found.append(v)
-        elif isinstance(v, (tuple, list)) and kind is not ExampleProxy:
+        elif isinstance(v, (tuple, list)):
             for x in v:
                 visit(x)
         elif kind is slice:

@@ -72,7 +72,7 @@ def captured_float(model, inputs):
 def test_passes_leave_their_input_alone_and_verify(name, scheme):
     model, inputs = MODELS[name]()
     root, session = captured_float(model, inputs)
-    chosen = plan(session, find_targets(session), scheme, Overrides(None, root), None)
+    chosen = plan(session, find_targets(session), scheme, Overrides(None, root))
     for path, captured in session.captures.items():
         text = str(captured.graph)
         module = root.get_submodule(path)

@@ -14,23 +14,23 @@ OPS = torch.ops.inro_fx
 def linear_arguments(scheme, rows=3, inner=40, out=6, dtype=torch.float32, bias=True):
     parts = scheme.pack(torch.randn(out, inner))
     return (torch.randn(rows, inner, dtype=dtype), parts["codes"], parts["scale"], torch.randn(out, dtype=dtype) if bias else None,
-            scheme.bits, scheme.group)
+            scheme.bits, scheme.group, inner)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 def test_opcheck(scheme):
-    x, codes, scale, bias, bits, group = linear_arguments(scheme)
+    x, codes, scale, bias, bits, group, columns = linear_arguments(scheme)
     x.requires_grad_()
-    torch.library.opcheck(OPS.linear.default, (x, codes, scale, bias, bits, group))
-    torch.library.opcheck(OPS.linear.default, (x, codes, scale, None, bits, group))
+    torch.library.opcheck(OPS.linear.default, (x, codes, scale, bias, bits, group, columns))
+    torch.library.opcheck(OPS.linear.default, (x, codes, scale, None, bits, group, columns))
     torch.library.opcheck(OPS.dequantize.default, (codes, scale, bits, group, 40, torch.float32))
     torch.library.opcheck(OPS.embedding.default, (torch.tensor([[0, 5], [1, 1]]), codes, scale, bits, group, 40, torch.float32))
 
 
 def test_opcheck_dynamic():
-    x, codes, scale, bias, _, _ = linear_arguments(find_scheme("int8_dynamic"))
-    torch.library.opcheck(OPS.linear_dynamic.default, (x.requires_grad_(), codes, scale, bias))
-    torch.library.opcheck(OPS.linear_dynamic.default, (x, codes, scale, None))
+    x, codes, scale, bias, *_, columns = linear_arguments(find_scheme("int8_dynamic"))
+    torch.library.opcheck(OPS.linear_dynamic.default, (x.requires_grad_(), codes, scale, bias, columns))
+    torch.library.opcheck(OPS.linear_dynamic.default, (x, codes, scale, None, columns))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -54,24 +54,24 @@ def test_odd_sizes(inner, out):
     for name in ("int8", "int8_dynamic"):
         scheme = find_scheme(name)
         operator, trailing = scheme.operator("linear")
-        got = operator(x, *scheme.pack(w).values(), None, *trailing)
+        got = operator(x, *scheme.pack(w).values(), None, *trailing, inner)
         assert (got - x @ w.t()).abs().max() <= 0.05 * x.abs().max() * w.abs().max() * inner
 
 
 def test_a_row_does_not_depend_on_the_others():
-    x, codes, scale, bias, _, _ = linear_arguments(find_scheme("int8_dynamic"), rows=1, inner=32)
-    alone = OPS.linear_dynamic(x, codes, scale, bias)
+    x, codes, scale, bias, *_, columns = linear_arguments(find_scheme("int8_dynamic"), rows=1, inner=32)
+    alone = OPS.linear_dynamic(x, codes, scale, bias, columns)
     for others in (torch.randn(1, 32) * 100, torch.randn(16, 32), torch.randn(40, 32), torch.zeros(7, 32)):
-        together = OPS.linear_dynamic(torch.cat([x, others]), codes, scale, bias)
+        together = OPS.linear_dynamic(torch.cat([x, others]), codes, scale, bias, columns)
         torch.testing.assert_close(together[:1], alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rows_of_zeros_give_the_bias_and_no_nan_anywhere(dtype):
-    x, codes, scale, bias, _, _ = linear_arguments(find_scheme("int8_dynamic"), rows=4, inner=16, out=8, dtype=dtype)
+    x, codes, scale, bias, *_, columns = linear_arguments(find_scheme("int8_dynamic"), rows=4, inner=16, out=8, dtype=dtype)
     x[2], x[3] = 0, 1e-30
     x.requires_grad_()
-    y = OPS.linear_dynamic(x, codes, scale, bias)
+    y = OPS.linear_dynamic(x, codes, scale, bias, columns)
     assert torch.equal(y[2], bias)
     y.sum().backward()
     assert torch.isfinite(y).all()
@@ -91,11 +91,11 @@ def test_scales_do_not_overflow_half_precision(rows):
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 def test_gradients_are_those_of_the_dequantized_linear(scheme):
-    x, codes, scale, bias, bits, group = linear_arguments(scheme, dtype=torch.float64)
+    x, codes, scale, bias, bits, group, columns = linear_arguments(scheme, dtype=torch.float64)
     weight = OPS.dequantize(codes, scale, bits, group, 40, torch.float64)
     x.requires_grad_(), bias.requires_grad_()
     want = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), (x, bias))
-    got = torch.autograd.grad(OPS.linear(x, codes, scale, bias, bits, group).square().sum(), (x, bias))
+    got = torch.autograd.grad(OPS.linear(x, codes, scale, bias, bits, group, columns).square().sum(), (x, bias))
     torch.testing.assert_close(got, want)
 
 

@@ -28,7 +28,7 @@ def prepared(model, *inputs, scheme="int8", overrides=None):
     root = clone(model)
     session, _ = capture(root, Example.of(inputs))
     scheme = next(s for s in inro_fx.SCHEMES if s.name == scheme)
-    return root, session, plan(session, find_targets(session), scheme, Overrides(overrides, root), None)
+    return root, session, plan(session, find_targets(session), scheme, Overrides(overrides, root))
 
 
 def names(graph):

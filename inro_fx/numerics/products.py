@@ -35,6 +35,9 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
     >>> int8_matmul(torch.tensor([[1, 2]], dtype=torch.int8), torch.tensor([[3, 4], [5, 6]], dtype=torch.int8))
     tensor([[11, 17]], dtype=torch.int32)
     """
+    if torch.is_autocast_enabled(a.device.type):                   # float32 here is for exactness, not for speed
+        with torch.autocast(a.device.type, enabled=False):
+            return int8_matmul(a, b)
     rows, columns = a.shape
     if a.is_cuda and rows > 16 and columns % 8 == 0 and b.shape[0] % 8 == 0 and columns and b.shape[0]:
         return torch._int_mm(a, b.t())

@@ -1,4 +1,4 @@
-"""inro_fx::linear(x, codes, scale, bias, bits, group): x [..., in] -> [..., out], as F.linear with dequantized weights.
+"""inro_fx::linear(x, codes, scale, bias, bits, group, columns): x [..., columns] -> [..., out], as F.linear with dequantized weights.
 
 Integer weights, float activations: x may be float32, float64, bfloat16 or float16, the result has its dtype.
 Gradients flow to x and bias.
@@ -6,6 +6,7 @@ Gradients flow to x and bias.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,17 +16,17 @@ from .library import define
 __all__ = ["linear"]
 
 
-def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int) -> Tensor:
-    return F.linear(x, dequantize(codes, scale, bits, group, x.shape[-1], x.dtype), bias)
+def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
+    return F.linear(x, dequantize(codes, scale, bits, group, columns, x.dtype), bias)
 
 
-def fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int) -> Tensor:
+def fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
+    torch._check(x.shape[-1] == columns, lambda: f"a linear of {columns} inputs got {x.shape[-1]}")
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
 def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, codes, scale, _, ctx.bits, ctx.group = inputs
-    ctx.columns = x.shape[-1]
+    _, codes, scale, _, ctx.bits, ctx.group, ctx.columns = inputs
     ctx.save_for_backward(codes, scale)
 
 
@@ -36,8 +37,8 @@ def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
         grad_x = grad @ dequantize(codes, scale, ctx.bits, ctx.group, ctx.columns, grad.dtype)
     if ctx.needs_input_grad[3]:
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-    return grad_x, None, None, grad_bias, None, None
+    return grad_x, None, None, grad_bias, None, None, None
 
 
-linear = define("linear(Tensor x, Tensor codes, Tensor scale, Tensor? bias, int bits, int group) -> Tensor",
+linear = define("linear(Tensor x, Tensor codes, Tensor scale, Tensor? bias, int bits, int group, int columns) -> Tensor",
                 reference, fake, setup, backward)

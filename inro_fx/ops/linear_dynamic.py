@@ -1,4 +1,4 @@
-"""inro_fx::linear_dynamic(x, codes, scale, bias): x [..., in] quantized per token, an exact int8 product, one rescale.
+"""inro_fx::linear_dynamic(x, codes, scale, bias, columns): x [..., columns] quantized per token, an exact int8 product, one rescale.
 
 codes are int8 [out, in], scale float32 [out, 1] or [1, 1]. The two scales are applied in float32 to the int32 sums, so that
 half-precision models neither overflow nor lose small activations. The gradient is that of the linear with dequantized
@@ -7,6 +7,7 @@ weights (straight through the rounding of x).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..numerics.products import int8_matmul, quantize_rows
@@ -16,20 +17,20 @@ from .library import define
 __all__ = ["linear_dynamic"]
 
 
-def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, columns: int) -> Tensor:
     x_codes, x_scale = quantize_rows(x.reshape(-1, x.shape[-1]))
     y = int8_matmul(x_codes, codes).float().mul_(x_scale).mul_(scale.t())
     y = y if bias is None else y.add_(bias.float())
     return y.to(x.dtype).reshape(*x.shape[:-1], codes.shape[0])
 
 
-def fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    torch._check(x.shape[-1] == columns, lambda: f"a linear of {columns} inputs got {x.shape[-1]}")
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
 def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, codes, scale, _ = inputs
-    ctx.columns = x.shape[-1]
+    _, codes, scale, _, ctx.columns = inputs
     ctx.save_for_backward(codes, scale)
 
 
@@ -40,8 +41,8 @@ def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
         grad_x = grad @ dequantize(codes, scale, 8, 0, ctx.columns, grad.dtype)
     if ctx.needs_input_grad[3]:
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-    return grad_x, None, None, grad_bias
+    return grad_x, None, None, grad_bias, None
 
 
-linear_dynamic = define("linear_dynamic(Tensor x, Tensor codes, Tensor scale, Tensor? bias) -> Tensor",
+linear_dynamic = define("linear_dynamic(Tensor x, Tensor codes, Tensor scale, Tensor? bias, int columns) -> Tensor",
                         reference, fake, setup, backward)
