@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import InputError, ModelError
+from .errors import InputError, ModelError, SchemeError
 from .numerics import weight_error
 from .passes.capture import (
     Example,
@@ -21,6 +21,7 @@ from .passes.capture import (
     clone,
     compare,
     kept_random_state,
+    make_independent,
     prepare,
     put_state,
     run,
@@ -94,13 +95,16 @@ def quantize_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme =
     if capture not in CAPTURES:
         raise InputError(f"capture={capture!r}: it is one of {', '.join(map(repr, CAPTURES))}")
     example = Example.of(example_inputs)
+    if not isinstance(overrides or {}, Mapping):
+        raise SchemeError(f"overrides must be a dict of pattern: scheme, got {type(overrides).__name__}")
     overriding = Overrides({k: v if v is None else find_scheme(v) for k, v in (overrides or {}).items()}, model)
     batches = [example] if calibration is None else [Example.of(b) for b in itertools.islice(calibration, MOST_CALIBRATION)]
     if not batches:
         raise InputError("calibration gives no inputs")
 
     options = Options(default, overriding, capture, inplace, fold_batchnorm, strict)
-    with torch.inference_mode(False), torch.no_grad(), kept_random_state(), _unchanged_if_it_fails(model, inplace):
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), \
+            torch.autocast("cuda", enabled=False), kept_random_state(), _unchanged_if_it_fails(model, inplace):
         return _quantize(model, example, batches, options)
 
 
@@ -154,7 +158,10 @@ def _quantize(model: nn.Module, example: Example, batches: list[Example], option
         if batches[-1] is not example:
             got = run(root, example)
     for name, before in session.written.items():
-        put_state(root, name, before if options.inplace else before.clone())
+        put_state(root, name, before)
+    session.state.restore()
+    if not options.inplace:
+        make_independent(root)
     root.__dict__["_inro"] = make_record(session, chosen, targets, graphs, errors, packer.facts, want, got, float_bytes)
     return root
 
@@ -188,12 +195,15 @@ def check_model(model: nn.Module) -> None:
     """Refuses, by name and with the way out, what cannot be quantized."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    for kind, advice in ((nn.DataParallel, "pass model.module"), (nn.parallel.DistributedDataParallel, "pass model.module"),
-                         (torch.jit.ScriptModule, "pass the module that it was scripted from"),
-                         (torch._dynamo.OptimizedModule if "torch._dynamo" in sys.modules else (),
-                          "pass the module that was compiled, and compile the result")):
-        if isinstance(model, kind):
-            raise ModelError(f"a {type(model).__name__} cannot be quantized: {advice}")
+    kinds: tuple = ((nn.DataParallel, "pass model.module"), (nn.parallel.DistributedDataParallel, "pass model.module"),
+             (torch.jit.ScriptModule, "pass the module that it was scripted from"),
+             (torch._dynamo.OptimizedModule if "torch._dynamo" in sys.modules else (),
+              "pass the module that was compiled, and compile the result"))
+    for path, module in model.named_modules():
+        for kind, advice in kinds:
+            if isinstance(module, kind):
+                where = f"{path} is a {type(module).__name__}, which" if path else f"a {type(module).__name__}"
+                raise ModelError(f"{where} cannot be quantized: {advice}")
     if "_inro" in model.__dict__ or any(isinstance(m, PackedWeights) for m in model.modules()):
         raise ModelError("the model is already quantized by inro_fx: quantize the float model instead")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):

@@ -44,7 +44,7 @@ def to_networkx(model: nn.Module) -> nx.DiGraph:
     """
     record = _record(model)
     picture = nx.DiGraph()
-    graph: fx.Graph | None = model.__dict__.get("_graph")
+    graph: fx.Graph | None = model.__dict__.get("_inro_graph")
     if graph is None:
         return _python_root(model, record, picture)
     skips = {s.layer: s.reason for s in record.skipped}

@@ -249,7 +249,7 @@ def report(model: nn.Module) -> Report:
         raise ModelError(f"this {type(model).__name__} was not made by inro_fx.quantize_graph, so there is nothing to report")
     outside: Counter = Counter()
     for path, module in model.named_modules():
-        for reason, count in module.__dict__.get("calls", {}).items() if isinstance(module, GraphForward) else ():
+        for reason, count in module.__dict__.get("_inro_calls", {}).items() if isinstance(module, GraphForward) else ():
             outside[f"{path}: {reason}" if path else reason] += count
     return Report(record.rows, record.skipped, record.float_bytes, stored_bytes(model), record.output_error, record.steps,
                   record.regions, record.nodes, record.guards, dict(outside))

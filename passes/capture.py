@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .call import IMMUTABLE, Call, Slot, rebuild, strip
 from .carriers import observed_use
-from .constants import Alias, Constant, alias_of_view, find_constants
+from .constants import Alias, Constant, alias_of_view, find_constants, storage_of
 from .failures import InputError, ModelError
 from .module import Capture, attach_graph, detach_graph, recurrent, user_class
 from .trace import ExampleProxy, Retrace, TraceError, Tracer, _frame, _patches, active, module_call
@@ -160,7 +161,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 # ---- the copy that is worked on ----
 
 def clone(model: nn.Module) -> nn.Module:
-    """A copy of the module tree in eval mode that shares every tensor with the original.
+    """A copy of the module tree in eval mode that shares every tensor with the original (until `make_independent`).
 
     Weights that a module computes from others (weight norm, spectral norm, parametrizations) are computed once and kept
     as plain parameters of the copy.
@@ -172,6 +173,21 @@ def clone(model: nn.Module) -> nn.Module:
                 if isinstance(tensor, Tensor):
                     memo[id(tensor)] = tensor
     return prepare(copy.deepcopy(model, memo))
+
+
+def make_independent(root: nn.Module) -> None:
+    """Gives every module of a clone tensors of its own: what shares memory with the original is copied, ties stay ties."""
+    copies: dict[int, Tensor] = {}
+    for module in root.modules():
+        packed = {buffer for p in module.__dict__.get("_inro_packed", {}).values() for buffer in p.buffers}
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                if tensor is None or name in packed:
+                    continue
+                if id(tensor) not in copies:
+                    copied = tensor.detach().clone()
+                    copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if kind is module._parameters else copied
+                kind[name] = copies[id(tensor)]  # type: ignore[assignment]
 
 
 def prepare(model: nn.Module) -> nn.Module:
@@ -194,6 +210,12 @@ def _fold_computed_weights(module: nn.Module) -> None:
         for name, weight in weights.items():
             module.register_parameter(name, nn.Parameter(weight))
     for key, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, prune.BasePruningMethod):
+            name = hook._tensor_name
+            weight = hook.apply_mask(module).detach().clone()
+            del module._forward_pre_hooks[key], module._parameters[f"{name}_orig"], module._buffers[f"{name}_mask"]
+            module.__dict__.pop(name, None)
+            module.register_parameter(name, nn.Parameter(weight))
         if type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
             with torch.no_grad():
                 if type(hook).__name__ == "WeightNorm":
@@ -203,8 +225,65 @@ def _fold_computed_weights(module: nn.Module) -> None:
             del module._forward_pre_hooks[key]
             for name in [n for n in module._parameters if n in (f"{hook.name}_g", f"{hook.name}_v", f"{hook.name}_orig")]:
                 del module._parameters[name]
+            for name in (f"{hook.name}_u", f"{hook.name}_v"):
+                module._buffers.pop(name, None)
             module.__dict__.pop(hook.name, None)
             module.register_parameter(hook.name, nn.Parameter(weight.detach().clone()))
+
+
+class ModuleState:
+    """What the modules of a model hold in plain attributes, as it was: `changed` finds who differs, `restore` puts it back."""
+
+    def __init__(self, root: nn.Module):
+        self.saved = [(path, module, {name: (value, _contents(value)) for name, value in vars(module).items() if _is_users(name)})
+                      for path, module in root.named_modules()]
+
+    def changed(self) -> Iterator[tuple[str, nn.Module, str]]:
+        for path, module, before in self.saved:
+            now = vars(module)
+            for name in {*before, *(n for n in now if _is_users(n))}:
+                value, contents = before.get(name, (_ABSENT, None))
+                if now.get(name, _ABSENT) is not value and not _plainly_equal(now.get(name, _ABSENT), value) \
+                        or not _same_contents(_contents(value), contents):
+                    yield path, module, name
+
+    def restore(self) -> None:
+        for _, module, name in list(self.changed()):
+            before = next(b for _, m, b in self.saved if m is module)
+            if name not in before:
+                vars(module).pop(name, None)
+                continue
+            value, contents = before[name]
+            vars(module)[name] = value
+            if isinstance(value, list):
+                value[:] = contents
+            elif isinstance(value, (dict, set)):
+                value.clear()
+                value.update(contents)  # type: ignore[arg-type]
+
+
+_ABSENT = object()
+
+
+def _is_users(name: str) -> bool:
+    return not name.startswith("_inro") and name not in (
+        "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "_forward_hooks", "_forward_pre_hooks",
+        "_flat_weights", "_flat_weight_refs")
+
+
+def _contents(value: Any) -> Any:
+    return type(value)(value) if type(value) in (list, dict, set) else None
+
+
+def _same_contents(a: Any, b: Any) -> bool:
+    if a is None or b is None or len(a) != len(b):
+        return a is b
+    pairs = zip(a.values(), b.values()) if type(a) is dict and a.keys() == b.keys() else zip(a, b)  # noqa: B905
+    return all(x is y or _plainly_equal(x, y) for x, y in pairs)
+
+
+def _plainly_equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and isinstance(a, (bool, int, float, str)) and a == b
 
 
 class _StateWatch(TorchDispatchMode):
@@ -221,8 +300,8 @@ class _StateWatch(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[i] if i < len(args) else kwargs.get(argument.name)
                     for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type != "meta":
-                            name = self.storages.get(tensor.untyped_storage().data_ptr())
+                        if isinstance(tensor, Tensor):
+                            name = self.storages.get(storage_of(tensor))
                             if name is not None and tensor.numel():
                                 raise _StateWritten(name)
         return func(*args, **kwargs)
@@ -241,6 +320,7 @@ class Session:
 
     def __init__(self, root: nn.Module):
         self.root = root
+        self.state = ModuleState(root)
         self.captures: dict[str, Capture] = {}          # path -> graph of a region (or of the root)
         self.layers: dict[str, Capture] = {}            # path -> graph of a module that owns weights
         self.refusals: dict[str, str] = {}              # path -> why its own code stays Python
@@ -270,8 +350,8 @@ class Session:
                         self._names.add(f"{path}.{name}" if path else name)
         self._by_storage: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
-            if name == self.constants[name].name and tensor.device.type != "meta" and tensor.layout is torch.strided:
-                self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+            if name == self.constants[name].name:
+                self._by_storage.setdefault(storage_of(tensor), []).append(name)
         self._owners = {name.rpartition(".")[0] for name in self.constants}
         self._ancestors = {""} | {o[:i] for o in self._owners for i in range(len(o) + 1) if i == len(o) or o[i] == "."}
 
@@ -289,9 +369,7 @@ class Session:
 
     def alias_of(self, tensor: Any) -> Alias | None:
         """Which constant a tensor that Python code holds is a view of."""
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
-            return None
-        for name in self._by_storage.get(tensor.untyped_storage().data_ptr(), ()):
+        for name in self._by_storage.get(storage_of(tensor), ()) if isinstance(tensor, Tensor) else ():
             alias = alias_of_view(self.constants[name], self.tensor(name), tensor)
             if alias is not None:
                 return alias
@@ -593,6 +671,9 @@ def capture(root: nn.Module, example: Example, mode: str = "auto") -> tuple[Sess
     """Captures ``root`` (a clone, changed in place: its modules run graphs afterwards); the session and the reference output."""
     session = Session(root)
     written, want = _reference_run(root, example)
+    for path, _, name in list(session.state.changed()):
+        session.refuse(path, f"changes self.{name} in forward")
+    session.state.restore()
     session.index()
     session.written = written
     for name in written:
@@ -603,8 +684,11 @@ def capture(root: nn.Module, example: Example, mode: str = "auto") -> tuple[Sess
     if bigger is not None:
         try:
             want_bigger = run(root, bigger)
+            if compare(want_bigger, run(root, bigger)) is not None:       # it reads memory that nobody wrote, say
+                bigger = None
         except Exception:
             bigger = None
+        session.state.restore()
 
     rungs = ("graph", "regions", "layers") if mode == "auto" else ("export",)
     for rung in rungs:
@@ -656,16 +740,25 @@ def _try_rung(session: Session, rung: str, example: Example, want: Any, bigger: 
         if inputs is None:
             continue
         try:
+            session.state.restore()
+            _rewind(session)
             difference = compare(expected, run(session.root, inputs))
         except Exception as error:
             difference = f"it fails with {_brief(error)}"
         if difference is not None:
             return f"{difference} {label}"
-        if inputs is example and "" in session.captures and session.root.calls:
-            return f"its graph does not cover the example itself ({next(iter(session.root.calls))})"
+        if inputs is example and "" in session.captures and session.root._inro_calls:
+            return f"its graph does not cover the example itself ({next(iter(session.root._inro_calls))})"
     for path in {**session.layers, **session.captures}:
-        session.root.get_submodule(path).calls.clear()
+        session.root.get_submodule(path)._inro_calls.clear()
     return None
+
+
+def _rewind(session: Session) -> None:
+    """Puts the tensors that forward writes to back to what they were before the first run."""
+    for name, before in session.written.items():
+        path, _, leaf = name.rpartition(".")
+        getattr(session.root.get_submodule(path), leaf).data.copy_(before)
 
 
 def put_state(root: nn.Module, name: str, value: Tensor | None) -> Tensor:
@@ -708,9 +801,8 @@ def _reference_run(root: nn.Module, example: Example) -> tuple[dict[str, Tensor]
             for kind in (module._parameters, module._buffers):
                 for name, tensor in kind.items():
                     full = f"{path}.{name}" if path else name
-                    if tensor is not None and full not in written and tensor.layout is torch.strided \
-                            and tensor.device.type != "meta" and tensor.numel():
-                        names[tensor.untyped_storage().data_ptr()] = full
+                    if tensor is not None and full not in written and tensor.numel():
+                        names[storage_of(tensor)] = full
         try:
             with _StateWatch(names):
                 want = run(root, example)

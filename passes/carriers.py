@@ -68,9 +68,11 @@ class Carrier:
             operands = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else args[1:]
             return {"equation": args[0] if args else kwargs.get("equation"),
                     **dict(zip(self.parameters[1:], operands, strict=False))}
-        return {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        return {**dict(zip(self.parameters, args, strict=False)), **{ALIASES.get(k, k) if self.op == "matmul" else k: v
+                                                                      for k, v in kwargs.items()}}
 
 
+ALIASES = {"mat2": "other", "tensor2": "other"}          # what mm, bmm and linalg.matmul call the second factor
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _CONV_TRANSPOSE = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 _CELL = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
@@ -78,7 +80,7 @@ _CELL = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
 CARRIERS: tuple[Carrier, ...] = (
     Carrier("linear", ("linear",), ("input", "weight", "bias"), {"weight": _last}),
     Carrier("bilinear", ("bilinear",), ("input1", "input2", "weight", "bias"), {"weight": _all_but_first}),
-    Carrier("matmul", ("matmul", "__matmul__", "mm", "bmm", "__rmatmul__"), ("input", "other"),
+    Carrier("matmul", ("matmul", "__matmul__", "mm", "bmm", "linalg_matmul"), ("input", "other"),
             {"input": _last, "other": _before_last}),
     Carrier("addmm", ("addmm",), ("bias", "mat1", "mat2"), {"mat1": _last, "mat2": _before_last}),
     Carrier("baddbmm", ("baddbmm", "addbmm"), ("bias", "batch1", "batch2"), {"batch1": _last, "batch2": _before_last}),

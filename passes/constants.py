@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Alias", "Constant", "alias_of_view", "find_constants", "owner_of"]
+__all__ = ["Alias", "Constant", "alias_of_view", "find_constants", "owner_of", "storage_of"]
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,15 @@ def _identity(tensor: Tensor) -> object:
     """Equal for tensors that are the same numbers in memory; never equal by accident of an empty or meta storage."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.numel() == 0:
         return id(tensor)
-    storage = tensor.untyped_storage().data_ptr()
-    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+    return storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The address of a tensor's memory; for one that has none (meta, sparse, inside vmap) a number of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr() or -id(tensor)
+    except (RuntimeError, NotImplementedError):
+        return -id(tensor)
 
 
 def alias_of_view(constant: Constant, base: Tensor, view: Tensor) -> Alias | None:
@@ -96,7 +103,7 @@ def alias_of_view(constant: Constant, base: Tensor, view: Tensor) -> Alias | Non
     """
     if base.layout is not torch.strided or view.layout is not torch.strided or view.numel() == 0:
         return None
-    if base.untyped_storage().data_ptr() != view.untyped_storage().data_ptr():
+    if storage_of(base) != storage_of(view):
         return None
     axes = []
     for n, s in zip(view.shape, view.stride(), strict=True):

@@ -56,6 +56,10 @@ def multi_head_attention_forward(
         q, k, v = (F.linear(x, w, b) for x, w, b in zip(
             (query, key, value), (q_proj_weight, k_proj_weight, v_proj_weight), biases, strict=True))
 
+    if is_causal and key_padding_mask is None and not need_weights:
+        attn_mask = None                                   # torch leaves the mask to the kernel then
+    elif key_padding_mask is not None:
+        is_causal = False
     mask = _additive(attn_mask, q.dtype)
     padding = _additive(key_padding_mask, q.dtype)
     if mask is not None and mask.dim() == 2:

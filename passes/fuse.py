@@ -42,7 +42,7 @@ def drop_unpacking(graph: fx.Graph) -> fx.Graph:
     """Removes what unpacked and viewed weights that no operator reads any more."""
     for node in reversed(list(graph.nodes)):
         if not node.users and (node.meta.get("unpacks") or node.meta.get("part_of")
-                               or ("alias" in node.meta and node.op != "placeholder")):
+                               or (("alias" in node.meta or "pieces_of" in node.meta) and node.op != "placeholder")):
             graph.erase_node(node)
     return graph
 

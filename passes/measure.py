@@ -110,14 +110,14 @@ def _attribute(module: nn.Module, target: str) -> Any:
 def observing(root: nn.Module, observers: Mapping[str, tuple[fx.Graph, Observer]]) -> Iterator[None]:
     """While this lasts, the captured modules at these paths run their graphs node by node under an observer."""
     modules = [(root.get_submodule(path), graph, observe) for path, (graph, observe) in observers.items()]
-    saved = [m.__dict__["_run"] for m, _, _ in modules]
+    saved = [m.__dict__["_inro_run"] for m, _, _ in modules]
     for module, graph, observe in modules:
-        module.__dict__["_run"] = lambda self, *flat, g=graph, o=observe: interpret(self, g, list(flat), o)
+        module.__dict__["_inro_run"] = lambda self, *flat, g=graph, o=observe: interpret(self, g, list(flat), o)
     try:
         yield
     finally:
         for (module, _, _), before in zip(modules, saved, strict=True):
-            module.__dict__["_run"] = before
+            module.__dict__["_inro_run"] = before
 
 
 def _main_tensor(value: Any) -> Tensor | None:
@@ -130,12 +130,13 @@ def _squares(want: Tensor, got: Tensor) -> tuple[float, float]:
     """(noise, signal): infinities that agree count as nothing."""
     finite = want.isfinite() & got.isfinite()
     if not bool(finite.all()):
-        if bool((finite | (want == got)).all()):
+        if bool((finite | (want == got) | (want.isnan() & got.isnan())).all()):
             want, got = torch.where(finite, want, 0), torch.where(finite, got, 0)
         else:
             return math.inf, 1.0
     want, got = (t if t.dtype in (torch.float32, torch.float64) else t.float() for t in (want, got))
-    return (got - want).square().sum(dtype=torch.float64).item(), want.square().sum(dtype=torch.float64).item()
+    noise, signal = (torch.linalg.vector_norm(t, dtype=torch.float64).item() ** 2 for t in (got - want, want))
+    return noise, signal
 
 
 def _sample(value: Tensor) -> Tensor:
@@ -213,7 +214,8 @@ def _isolating(session: Session, path: str, rewritten: fx.Graph, wanted: set[str
         def value_of(n: fx.Node) -> Any:
             if "part_of" in n.meta:
                 return pack(n.meta["part_of"])[n.meta["part"]]
-            if n.op == "get_attr" or "unpacks" in n.meta or ("alias" in n.meta and n.meta["alias"].constant in decisions):
+            view = n.meta.get("alias", n.meta.get("pieces_of"))
+            if n.op == "get_attr" or "unpacks" in n.meta or (view is not None and view.constant in decisions):
                 return evaluate(module, n, value_of)
             return env[originals[n.meta.get("target", n.name)]]
         got = _main_tensor(evaluate(module, twin, value_of))

@@ -24,7 +24,7 @@ from torch.fx.graph import _format_target
 from torch.fx.graph_module import _forward_from_src
 
 from .call import IMMUTABLE, Call, Slot, _equal, rebuild
-from .failures import GraphNotTaken
+from .failures import GraphNotTaken, ModelError
 from .plain import GraphData
 from .trace import GuardFailed, guard
 
@@ -55,12 +55,12 @@ class Capture:
 
     def excludes(self, module: GraphForward) -> str | None:
         """Why the graph cannot stand in for the module's forward in its present state; None if it can."""
-        if "dtype" in self.call.facts and module.float_dtypes[0] != module.float_dtypes[1]:
+        if "dtype" in self.call.facts and module._inro_float_dtypes[0] != module._inro_float_dtypes[1]:
             return "another dtype of the weights"
-        if module.changed is not None:
-            return module.changed
+        if module._inro_changed is not None:
+            return module._inro_changed
         if not torch.compiler.is_compiling():
-            for siblings, name, child in module.inside:
+            for siblings, name, child in module._inro_inside:
                 if siblings.get(name) is not child:
                     return f"{name} was replaced"
                 state = child.__dict__
@@ -68,6 +68,8 @@ class Capture:
                     return "training mode"
                 if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
                     return f"hooks on {name}"
+                if "forward" in state:
+                    return f"{name}.forward was replaced"
         if module.training:
             return "training mode"
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -100,30 +102,30 @@ class Packed:
 class PackedWeights(nn.Module):
     """A module some of whose weights are held as codes. They are unpacked at each access, never kept.
 
-    The parts of a tied weight lie on one module; the others reach them through ``_links``: name -> (module, its name).
+    The parts of a tied weight lie on one module; the others reach them through ``_inro_links``: name -> (module, its name).
     """
 
-    _packed: dict[str, Packed]
-    _links: dict[str, tuple[nn.Module, str]]
+    _inro_packed: dict[str, Packed]
+    _inro_links: dict[str, tuple[nn.Module, str]]
 
     def __getattr__(self, name: str) -> Any:
         state = self.__dict__
-        if name in state["_packed"]:
-            return state["_packed"][name].unpack(self)
-        if name in state["_links"]:
-            holder, there = state["_links"][name]
+        if name in state.get("_inro_packed", ()):
+            return state["_inro_packed"][name].unpack(self)
+        if name in state.get("_inro_links", ()):
+            holder, there = state["_inro_links"][name]
             return getattr(holder, there)
         return super().__getattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        scales = {name: self._buffers[name] for packed in self._packed.values() for name in packed.buffers
+        scales = {name: self._buffers[name] for packed in self._inro_packed.values() for name in packed.buffers
                   if name in self._buffers}
         result = super()._apply(fn, recurse)
         for name, before in scales.items():
             after = self._buffers[name]
             if after.dtype != before.dtype:                    # .half() is for activations, not for scales
                 self._buffers[name] = before.to(after.device)
-        for packed in self._packed.values():
+        for packed in self._inro_packed.values():
             packed.dtype = _mapped_dtype(packed.dtype, fn)
         return result
 
@@ -150,80 +152,80 @@ class RecurrentWeights(nn.Module):
 class GraphForward(nn.Module):
     """A module whose forward is a captured graph wherever that covers the call."""
 
-    _capture: Capture
-    _graph: fx.Graph
-    _run: Callable
-    strict: bool
-    calls: Counter
-    float_dtypes: tuple[torch.dtype, torch.dtype]      # of the weights: when captured, and now
-    inside: list[tuple[dict, str, nn.Module]]          # the modules that the graph stands for: (siblings, name, module)
-    changed: str | None                                # an attribute that was set after the capture
+    _inro_capture: Capture
+    _inro_graph: fx.Graph
+    _inro_run: Callable
+    _inro_strict: bool
+    _inro_calls: Counter
+    _inro_float_dtypes: tuple[torch.dtype, torch.dtype]      # of the weights: when captured, and now
+    _inro_inside: list[tuple[dict, str, nn.Module]]          # the modules that the graph stands for: (siblings, name, module)
+    _inro_changed: str | None                                # an attribute that was set after the capture
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        capture = self._capture
+        capture = self._inro_capture
         reason: Any = capture.excludes(self)
         if reason is None:
             reason = capture.call.match(args, kwargs)
         if type(reason) is list:
             try:
-                results = self._run(self, *reason)
+                results = self._inro_run(self, *reason)
             except GuardFailed as failed:
                 reason = str(failed)
             except RuntimeError as error:
-                if torch.compiler.is_compiling() or self.strict:
+                if torch.compiler.is_compiling() or self._inro_strict:
                     raise
                 reason = f"an operator raises {type(error).__name__}"
             else:
                 return results if type(capture.template) is Slot else rebuild(capture.template, results)
-        if self.strict:
+        if self._inro_strict:
             raise GraphNotTaken(f"{capture.path or 'the model'}: the captured graph does not cover this call ({reason}); "
                                 f"quantize with other example_inputs, or with strict=False to run the module's own forward")
         if not torch.compiler.is_compiling():
-            self.calls[reason] += 1
+            self._inro_calls[reason] += 1
         return super().forward(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         before = self.__dict__.get(name, _ABSENT)
         super().__setattr__(name, value)
-        if before is not _ABSENT and before is not value and name in self._capture_attributes and not _equal(before, value):
-            self.__dict__["changed"] = f"self.{name} was changed"
+        if before is not _ABSENT and before is not value and name in self._inro_attributes and not _equal(before, value):
+            self.__dict__["_inro_changed"] = f"self.{name} was changed"
 
-    def recompile(self) -> Any:
-        """Compiles ``graph`` again after a change of it."""
-        code = self._graph.python_code(root_module="self")
+    def _inro_compile(self) -> Any:
+        """Makes Python of the graph."""
+        code = self._inro_graph.python_code(root_module="self")
         source = code.src
-        for node in self._graph.nodes:
+        for node in self._inro_graph.nodes:
             if node.op in ("get_attr", "call_module") and any(map(keyword.iskeyword, str(node.target).split("."))):
                 source = source.replace(_format_target("self", str(node.target)), _spelled_out(str(node.target)))
-        self.__dict__["_code"] = source
-        self.__dict__["_run"] = _forward_from_src(source, code.globals, None)
+        self.__dict__["_inro_code"] = source
+        self.__dict__["_inro_run"] = _forward_from_src(source, code.globals, None)
         return code
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        self.__dict__["float_dtypes"] = (self.float_dtypes[0], _mapped_dtype(self.float_dtypes[1], fn))
-        if _retarget(self._graph, fn):
-            self.recompile()
-            self._capture.call.leaves = tuple(
+        self.__dict__["_inro_float_dtypes"] = (self._inro_float_dtypes[0], _mapped_dtype(self._inro_float_dtypes[1], fn))
+        if _retarget(self._inro_graph, fn):
+            self._inro_compile()
+            self._inro_capture.call.leaves = tuple(
                 tuple(dataclasses.replace(leaf, device=_mapped_device(leaf.device, fn)) if getattr(leaf, "device", None) else leaf
-                      for leaf in leaves) for leaves in self._capture.call.leaves)
+                      for leaf in leaves) for leaves in self._inro_capture.call.leaves)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_run", "_code"):
+        for name in ("_inro_run", "_inro_code"):
             state.pop(name, None)
-        state["_graph"] = GraphData.of(self._graph)
-        state["_capture"] = dataclasses.replace(self._capture, graph=None)
-        del state["inside"]
+        state["_inro_graph"] = GraphData.of(self._inro_graph)
+        state["_inro_capture"] = dataclasses.replace(self._inro_capture, graph=None)
+        del state["_inro_inside"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__["_graph"] = self._capture.graph = state["_graph"].graph()
-        self._graph.owning_module = self
-        self.__dict__["inside"] = _inside(self, self._graph)
-        self.recompile()
+        self.__dict__["_inro_graph"] = self._inro_capture.graph = state["_inro_graph"].graph()
+        self._inro_graph.owning_module = self
+        self.__dict__["_inro_inside"] = _inside(self, self._inro_graph)
+        self._inro_compile()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = object.__new__(type(self))
@@ -235,9 +237,6 @@ class GraphForward(nn.Module):
         new = object.__new__(type(self))
         new.__setstate__(self.__getstate__())
         return new
-
-    __str__ = nn.Module.__repr__
-
 
 def _spelled_out(target: str) -> str:
     """``self.class.weight``, which Python cannot parse, with getattr."""
@@ -284,26 +283,63 @@ def user_class(module: nn.Module) -> type:
     return getattr(type(module), "_inro_user_class", type(module))
 
 
+class _Borrowed:
+    """An attribute of fx.GraphModule that gives way to one of the same name on the user's model."""
+
+    def __init__(self, state: str):
+        self.state = state
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        for kind in (module._parameters, module._buffers, module._modules):
+            if self.name in kind:
+                return kind[self.name]
+        return module.__dict__[self.state]
+
+
+class GraphView(fx.GraphModule):
+    """What makes the result a GraphModule: its graph and code. It stands behind the user's class, whose names come first."""
+
+    graph = _Borrowed("_inro_graph")  # type: ignore[assignment]
+    code = _Borrowed("_inro_code")  # type: ignore[assignment]
+
+    def recompile(self) -> Any:
+        """Compiles ``graph`` again after a change of it."""
+        return GraphForward._inro_compile(self)  # type: ignore[arg-type]
+
+    __str__ = nn.Module.__repr__
+
+
 @functools.cache
 def _composed(user: type, parts: tuple[type, ...]) -> type:
-    after = (fx.GraphModule,) if GraphForward in parts and not issubclass(user, fx.GraphModule) else ()
     namespace: dict[str, Any] = {"_inro_user_class": user, "_inro_parts": parts, "__module__": user.__module__,
-                                 "__qualname__": user.__qualname__, "__doc__": user.__doc__, "__reduce_ex__": _reduce}
+                                 "__qualname__": user.__qualname__, "__doc__": user.__doc__, "__reduce_ex__": _reduce,
+                                 "__new__": lambda cls, *args, **kwargs: user(*args, **kwargs)}     # type(q)() is a plain one
+    after: tuple[type, ...] = ()
     if GraphForward in parts:
         @functools.wraps(user.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return GraphForward.forward(self, *args, **kwargs)
         namespace["forward"] = forward
         namespace["__call__"] = user.__call__ if "__call__" in vars(user) else nn.Module.__call__
-        for name in ("graph", "code"):
-            if hasattr(user, name):
-                namespace[name] = getattr(user, name)
+        if issubclass(user, fx.GraphModule):
+            namespace.update(graph=_Borrowed("_inro_graph"), code=_Borrowed("_inro_code"), recompile=GraphView.recompile)
+        else:
+            after = (GraphView,)
     return type(user)(user.__name__, (*parts, user, *after), namespace)
 
 
 def _reduce(self: nn.Module, protocol: int) -> tuple:
+    user = user_class(self)
+    if issubclass(user, fx.GraphModule) and "<locals>" in user.__qualname__:
+        raise ModelError("a result made from a torch.fx.GraphModule cannot be pickled, for its class exists in this process only: "
+                         "quantize the module that was traced, or keep the state_dict")
     state = self.__getstate__() if hasattr(type(self), "__getstate__") else self.__dict__.copy()
-    return _rebuild, (user_class(self), type(self)._inro_parts), state
+    return _rebuild, (user, type(self)._inro_parts), state
 
 
 def _rebuild(user: type, parts: tuple[type, ...]) -> nn.Module:
@@ -323,12 +359,13 @@ def attach_graph(module: nn.Module, capture: Capture, strict: bool = False) -> N
     if GraphForward not in getattr(type(module), "_inro_parts", ()):
         _add_part(module, GraphForward)
         dtype = next((t.dtype for t in module.parameters() if t.is_floating_point()), torch.get_default_dtype())
-        module.__dict__["float_dtypes"] = (dtype, dtype)
-    module.__dict__.update(_capture=capture, _graph=capture.graph, strict=strict, calls=Counter(), changed=None,
-                           inside=_inside(module, capture.graph),
-                           _capture_attributes=frozenset(n for n, v in vars(module).items() if isinstance(v, (*IMMUTABLE, list, tuple))))
+        module.__dict__["_inro_float_dtypes"] = (dtype, dtype)
+    module.__dict__.update(_inro_capture=capture, _inro_graph=capture.graph, _inro_strict=strict, _inro_calls=Counter(),
+                           _inro_changed=None, _inro_inside=_inside(module, capture.graph),
+                           _inro_attributes=frozenset(n for n, v in vars(module).items() if n != "training"
+                                                      and isinstance(v, (*IMMUTABLE, list, tuple))))
     capture.graph.owning_module = module
-    module.recompile()
+    module._inro_compile()
 
 
 def _inside(module: nn.Module, graph: fx.Graph) -> list[tuple[dict, str, nn.Module]]:
@@ -346,19 +383,19 @@ def detach_graph(module: nn.Module) -> None:
     """Back to the user's own forward."""
     parts = tuple(p for p in getattr(type(module), "_inro_parts", ()) if p is not GraphForward)
     module.__class__ = _composed(user_class(module), parts) if parts else user_class(module)
-    for name in ("_capture", "_graph", "strict", "calls", "float_dtypes", "changed", "inside", "_capture_attributes", "_run", "_code"):
-        module.__dict__.pop(name, None)
+    for name in [n for n in vars(module) if n.startswith("_inro_") and n not in ("_inro_packed", "_inro_links")]:
+        del module.__dict__[name]
 
 
 def attach_packed(module: nn.Module, name: str, packed: Packed, holder: nn.Module | None = None,
                   there: tuple[str, ...] = ()) -> None:
     """Makes ``module.name`` an unpacked view of its parts, which the module holds, or ``holder`` under other names."""
-    module.__dict__.setdefault("_packed", {})
-    module.__dict__.setdefault("_links", {})
+    module.__dict__.setdefault("_inro_packed", {})
+    module.__dict__.setdefault("_inro_links", {})
     _add_part(module, PackedWeights)
-    module._packed[name] = packed
+    module._inro_packed[name] = packed
     if holder is not None and holder is not module:
-        module._links.update({mine: (holder, other) for mine, other in zip(packed.buffers, there, strict=True)})
+        module._inro_links.update({mine: (holder, other) for mine, other in zip(packed.buffers, there, strict=True)})
 
 
 def recurrent(module: nn.Module) -> None:

@@ -125,7 +125,7 @@ class Overrides:
         if key in OPS and key not in self.classes:
             return target.use.op == key
         candidates = {*paths, *names}
-        return any(fnmatch.fnmatchcase(part, key) for c in candidates for part in _prefixes(c))
+        return any(part == key or fnmatch.fnmatchcase(part, key) for c in candidates for part in _prefixes(c))
 
     @property
     def unused(self) -> list[Any]:
@@ -152,7 +152,7 @@ def plan(session: Session, targets: list[Target], default: Scheme, overrides: Ov
         outcome = _decide(session, constant, uses, default, overrides) if uses else _why_unused(session, constant, users)
         if isinstance(outcome, Decision):
             decisions[constant.name] = outcome
-        elif constant.parameter:
+        elif constant.parameter or uses:
             skips.append(Skip(constant, outcome))
     for key in overrides.unused:
         warnings.warn(f"overrides: {key!r} matches no layer", stacklevel=4)
@@ -161,8 +161,8 @@ def plan(session: Session, targets: list[Target], default: Scheme, overrides: Ov
 
 def _decide(session: Session, constant: Constant, uses: list[Target], default: Scheme, overrides: Overrides) -> Decision | str:
     asked: dict[str, Scheme] = {}
-    for target in uses:
-        matched, key, chosen = overrides.match(target, constant.names)
+    answers = [(target, *overrides.match(target, constant.names)) for target in uses]
+    for target, matched, key, chosen in answers:
         if matched and chosen is not None:
             asked[chosen.name] = chosen
         elif matched:
@@ -219,11 +219,11 @@ def _users(session: Session) -> dict[str, set[str]]:
     users: dict[str, set[str]] = {}
     for capture in session.captures.values():
         for node in capture.graph.nodes:
-            alias = node.meta.get("alias")
+            alias = node.meta.get("alias", node.meta.get("pieces_of"))
             if alias is not None:
                 users.setdefault(alias.constant, set()).update(
                     name_of_target(u.target) if u.op != "call_module" else str(u.target)
-                    for u in node.users if "alias" not in u.meta and u.op != "output")
+                    for u in node.users if "alias" not in u.meta and "pieces_of" not in u.meta and u.op != "output")
     return users
 
 

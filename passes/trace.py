@@ -34,7 +34,7 @@ from torch.fx.proxy import Scope, TracerBase
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_map
 
-from .constants import Alias, Constant, alias_of_view
+from .constants import Alias, Constant, alias_of_view, storage_of
 from .decompose import DECOMPOSITIONS
 
 __all__ = ["ExampleProxy", "GuardFailed", "Retrace", "TraceError", "Tracer", "active", "guard", "is_mutating"]
@@ -224,7 +224,7 @@ ELEMENTWISE = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "
                "true_divide", "truediv", "__mul__", "__truediv__", "__rmul__"}
 PIECES = {"unbind", "split", "chunk", "tensor_split", "tolist", "where", "nonzero"}       # their number depends on sizes or values
 PLAIN = (type(None), str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type, torch.finfo, torch.iinfo)
-INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
 def is_mutating(target: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -534,7 +534,7 @@ class Tracer(TracerBase):
         node.meta["module"] = self.path
         if isinstance(example, Tensor):
             node.meta["example"] = (example.dtype, tuple(example.shape))
-            self._inputs.add(_storage(example))
+            self._inputs.add(storage_of(example))
         return ExampleProxy(node, self, example, static=False, from_values=False)
 
     def relative(self, path: str) -> str:
@@ -644,7 +644,7 @@ class Tracer(TracerBase):
         except Exception:
             self._raised = True
             raise
-        if is_mutating(target, kwargs) and first is not None and isinstance(first.example, Tensor) and _storage(first.example) in self._inputs:
+        if is_mutating(target, kwargs) and first is not None and isinstance(first.example, Tensor) and storage_of(first.example) in self._inputs:
             self._input_changed = True
         node = self.graph.create_node(kind, target, node_args, node_kwargs)
         node.meta["module"] = self.module
@@ -687,22 +687,27 @@ class Tracer(TracerBase):
             raise TraceError(f"leaves torch for numpy at {where()}")
         if isinstance(value, list) and name == "tolist":
             from_values = True
+        if isinstance(value, (tuple, list)):
+            self._set_alias(node, value, proxies, name)
         return ExampleProxy(node, self, value, static, from_values)
 
-    def _set_alias(self, node: fx.Node, value: Tensor, proxies: list[ExampleProxy], name: str) -> None:
-        sources = [p for p in proxies if "alias" in p.node.meta]
-        if len(sources) != 1 or not isinstance(sources[0].example, Tensor):
+    def _set_alias(self, node: fx.Node, value: Any, proxies: list[ExampleProxy], name: str) -> None:
+        """Notes on the node which weight its value is a view or an elementwise copy of (or, for a tuple, pieces of)."""
+        sources = [p for p in proxies if "alias" in p.node.meta or "pieces_of" in p.node.meta]
+        if len(sources) != 1 or is_mutating(node.target, node.kwargs):
             return
         source = sources[0]
-        alias: Alias = source.node.meta["alias"]
-        alone = all(not isinstance(p.example, Tensor) or p is source for p in proxies)
-        if is_mutating(node.target, node.kwargs):
+        alias: Alias = source.node.meta.get("alias") or source.node.meta["pieces_of"]
+        if isinstance(value, (tuple, list)):
+            node.meta["pieces_of"] = alias
             return
         seen = alias_of_view(self.session.constants[alias.constant], self.session.tensor(alias.constant), value)
         if seen is not None:
             node.meta["alias"] = seen
-        elif value.shape == source.example.shape and name in ELEMENTWISE and (alone or name in ("type_as", "to")):
-            node.meta["alias"] = dataclasses.replace(alias, view=False)
+        elif isinstance(source.example, Tensor) and value.shape == source.example.shape and name in ELEMENTWISE:
+            alone = all(not isinstance(p.example, Tensor) or p is source for p in proxies)
+            if alone or name in ("type_as", "to"):
+                node.meta["alias"] = dataclasses.replace(alias, view=False)
 
     # -- facts and guards --
 
@@ -794,10 +799,6 @@ class Tracer(TracerBase):
         node = self.graph.create_node("get_attr", self._adopted[id(tensor)][1], (), {})
         node.meta.update(module=self.module, droppable=True)
         return node
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.device.type != "meta" else id(tensor)
 
 
 def _proxies(value: Any) -> list[ExampleProxy]:

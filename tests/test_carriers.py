@@ -22,8 +22,8 @@ SAMPLES = {
     "matmul": [(lambda x, w: x @ w, (3, 16), [(16, 8)]), (lambda x, w: w @ x, (16, 3), [(8, 16)]), (lambda x, w: x.matmul(w.t()), (3, 16), [(8, 16)]),
                (lambda x, w: torch.matmul(other=w, input=x), (3, 16), [(16, 8)])],
     "__matmul__": [(lambda x, w: x.__matmul__(w), (3, 16), [(16, 8)])],
-    "__rmatmul__": [(lambda x, w: x.__rmatmul__(w), (16, 3), [(8, 16)])],
-    "mm": [(lambda x, w: x.mm(w), (3, 16), [(16, 8)]), (lambda x, w: torch.mm(w, x), (16, 3), [(8, 16)])],
+    "linalg_matmul": [(lambda x, w: torch.linalg.matmul(x, w), (3, 16), [(16, 8)])],
+    "mm": [(lambda x, w: x.mm(w), (3, 16), [(16, 8)]), (lambda x, w: torch.mm(x, mat2=w), (3, 16), [(16, 8)]), (lambda x, w: torch.mm(w, x), (16, 3), [(8, 16)])],
     "bmm": [(lambda x, w: x.bmm(w), (2, 3, 16), [(2, 16, 8)]), (lambda x, w: torch.bmm(w, x), (2, 16, 3), [(2, 8, 16)])],
     "addmm": [(lambda x, w: torch.addmm(x.new_ones(8), x, w), (3, 16), [(16, 8)]),
               (lambda x, w: torch.addmm(x.new_ones(3, 8), x, w, beta=0.5, alpha=2), (3, 16), [(16, 8)]),
@@ -95,7 +95,7 @@ def test_one_scale_per_output_channel(name, call, shape, weights):
     for row in inro_fx.report(small).rows:
         name = row.layer.rpartition(".")[2]
         weight, restored = getattr(model.weights, name), getattr(small.weights, name)
-        axes = small.weights._packed[name].layout
+        axes = small.weights._inro_packed[name].layout
         a, b = axes.matrix(weight), axes.matrix(restored)
         assert ((a - b).abs().amax(1) <= a.abs().amax(1) / 127 * 0.501).all()
 

@@ -112,9 +112,9 @@ def test_python_path_equals_the_graph(name):
     small = inro_fx.quantize_graph(model, inputs)
     want = first(small(*args, **kwargs))
     for module in small.modules():
-        if hasattr(module, "_capture"):
-            module._capture.call.names = ("nothing like it",) * 99             # no call matches any more
-            module._capture.call.match = lambda args, kwargs: "the test says so"
+        if hasattr(module, "_inro_capture"):
+            module._inro_capture.call.names = ("nothing like it",) * 99             # no call matches any more
+            module._inro_capture.call.match = lambda args, kwargs: "the test says so"
     torch.testing.assert_close(first(small(*args, **kwargs)), want, rtol=1e-4, atol=1e-4)
 
 

@@ -160,12 +160,10 @@ def test_checkpointing():
 def test_float_weights_are_released():
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(6)])
     weights = [weakref.ref(layer.weight) for layer in model]
-    biases = [weakref.ref(layer.bias) for layer in model]
     small = inro_fx.quantize_graph(model, torch.randn(2, 128))
     del model
     gc.collect()
     assert [w() for w in weights] == [None] * 6
-    assert all(b() is not None for b in biases)                    # shared with the original, not copied
     assert inro_fx.report(small).quantized_bytes < 0.3 * 6 * 128 * 129 * 4
 
 

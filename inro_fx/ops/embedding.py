@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .dequantize import reference as dequantize
-from .library import define
+from .library import as_shape, define
 
 __all__ = ["embedding"]
 
@@ -18,7 +18,7 @@ def reference(ids: Tensor, codes: Tensor, scale: Tensor, bits: int, group: int, 
     flat = ids.reshape(-1)
     rows = scale if scale.shape[0] == 1 and codes.shape[0] != 1 else scale.index_select(0, flat)
     table = dequantize(codes.index_select(0, flat), rows, bits, group, columns, dtype)
-    return table.reshape(*ids.shape, columns)
+    return as_shape(table, (*ids.shape, columns))
 
 
 def fake(ids: Tensor, codes: Tensor, scale: Tensor, bits: int, group: int, columns: int, dtype: torch.dtype) -> Tensor:

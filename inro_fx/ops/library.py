@@ -6,10 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["define"]
+__all__ = ["as_shape", "define"]
 
 _library = torch.library.Library("inro_fx", "DEF")
+
+
+def as_shape(fresh: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A fresh tensor in another shape that is no view of it: autograd lets nobody change an operator's view in place."""
+    return fresh if fresh.shape == shape else torch.ops.aten._unsafe_view.default(fresh, shape)
 
 
 def define(schema: str, reference: Callable, fake: Callable, setup: Callable | None = None,

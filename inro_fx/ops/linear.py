@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dequantize import reference as dequantize
-from .library import define
+from .library import as_shape, define
 
 __all__ = ["linear"]
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
-    return F.linear(x, dequantize(codes, scale, bits, group, columns, x.dtype), bias)
+    weight = dequantize(codes, scale, bits, group, columns, x.dtype)
+    return as_shape(F.linear(x.reshape(-1, x.shape[-1]), weight, bias), (*x.shape[:-1], codes.shape[0]))
 
 
 def fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
