@@ -243,7 +243,8 @@ class _Packer:
         tensor.data = tensor.data.new_empty(0)
 
 
-def install(session: Session, chosen: Plan, graphs: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]], strict: bool) -> None:
+def install(session: Session, chosen: Plan, graphs: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]],
+            strict: bool) -> None:
     """Puts parts in the place of the float weights, and the quantized graphs in the place of the float ones."""
     root = session.root
     for decision in chosen.decisions.values():

@@ -150,8 +150,9 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif depth and not isinstance(leaf, (nn.Module, type)):
-            fields = [f.name for f in dataclasses.fields(leaf)] if dataclasses.is_dataclass(leaf) else []
-            yield from tensors_in([*vars(leaf).values()] if hasattr(leaf, "__dict__") else [getattr(leaf, f) for f in fields], depth - 1)
+            slots = [f.name for f in dataclasses.fields(leaf)] if dataclasses.is_dataclass(leaf) else []
+            inner = vars(leaf).values() if hasattr(leaf, "__dict__") else (getattr(leaf, name) for name in slots)
+            yield from tensors_in(list(inner), depth - 1)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -187,7 +188,7 @@ def make_independent(root: nn.Module) -> None:
                 if id(tensor) not in copies:
                     copied = tensor.detach().clone()
                     copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if kind is module._parameters else copied
-                kind[name] = copies[id(tensor)]  # type: ignore[assignment]
+                kind[name] = copies[id(tensor)]
 
 
 def prepare(model: nn.Module) -> nn.Module:
@@ -243,7 +244,7 @@ class ModuleState:
             now = vars(module)
             for name in {*before, *(n for n in now if _is_users(n))}:
                 value, contents = before.get(name, (_ABSENT, None))
-                if now.get(name, _ABSENT) is not value and not _plainly_equal(now.get(name, _ABSENT), value) \
+                if (now.get(name, _ABSENT) is not value and not _plainly_equal(now.get(name, _ABSENT), value)) \
                         or not _same_contents(_contents(value), contents):
                     yield path, module, name
 
@@ -259,7 +260,7 @@ class ModuleState:
                 value[:] = contents
             elif isinstance(value, (dict, set)):
                 value.clear()
-                value.update(contents)  # type: ignore[arg-type]
+                value.update(contents)
 
 
 _ABSENT = object()

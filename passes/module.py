@@ -171,7 +171,7 @@ class GraphForward(nn.Module):
                 results = self._inro_run(self, *reason)
             except GuardFailed as failed:
                 reason = str(failed)
-            except RuntimeError as error:
+            except Exception as error:                         # the user's own forward raises it better, or catches it
                 if torch.compiler.is_compiling() or self._inro_strict:
                     raise
                 reason = f"an operator raises {type(error).__name__}"
@@ -304,12 +304,12 @@ class _Borrowed:
 class GraphView(fx.GraphModule):
     """What makes the result a GraphModule: its graph and code. It stands behind the user's class, whose names come first."""
 
-    graph = _Borrowed("_inro_graph")  # type: ignore[assignment]
-    code = _Borrowed("_inro_code")  # type: ignore[assignment]
+    graph = _Borrowed("_inro_graph")
+    code = _Borrowed("_inro_code")
 
     def recompile(self) -> Any:
         """Compiles ``graph`` again after a change of it."""
-        return GraphForward._inro_compile(self)  # type: ignore[arg-type]
+        return GraphForward._inro_compile(self)
 
     __str__ = nn.Module.__repr__
 

@@ -644,8 +644,8 @@ class Tracer(TracerBase):
         except Exception:
             self._raised = True
             raise
-        if is_mutating(target, kwargs) and first is not None and isinstance(first.example, Tensor) and storage_of(first.example) in self._inputs:
-            self._input_changed = True
+        if is_mutating(target, kwargs) and first is not None and isinstance(first.example, Tensor):
+            self._input_changed = self._input_changed or storage_of(first.example) in self._inputs
         node = self.graph.create_node(kind, target, node_args, node_kwargs)
         node.meta["module"] = self.module
         return self._wrap(node, value, proxies, first)

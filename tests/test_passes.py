@@ -167,7 +167,7 @@ def test_an_override_that_matches_nothing_warns_by_name():
     (lambda g: next(n for n in g.nodes if n.op == "get_attr").prev.append(next(n for n in g.nodes if n.op == "call_function")), "before it is computed"),
 ])
 def test_verify_refuses(break_it, message):
-    root, session, chosen = prepared(Two(), torch.randn(3, 16))
+    root, session, _ = prepared(Two(), torch.randn(3, 16))
     graph = session.captures[""].graph
     break_it(graph)
     with pytest.raises(PassError, match=message):

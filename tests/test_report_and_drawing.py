@@ -10,11 +10,11 @@ import sys
 import networkx as nx
 import pytest
 import torch
+from models import MODELS
 from torch import nn
 
 import inro_fx
 from inro_fx.cli import main
-from models import MODELS
 
 DOT = shutil.which("dot")
 

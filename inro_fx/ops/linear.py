@@ -1,4 +1,4 @@
-"""inro_fx::linear(x, codes, scale, bias, bits, group, columns): x [..., columns] -> [..., out], as F.linear with dequantized weights.
+"""inro_fx::linear(x, codes, scale, bias, bits, group, columns): x [..., columns] -> [..., out], with dequantized weights.
 
 Integer weights, float activations: x may be float32, float64, bfloat16 or float16, the result has its dtype.
 Gradients flow to x and bias.

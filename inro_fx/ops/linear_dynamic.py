@@ -1,4 +1,4 @@
-"""inro_fx::linear_dynamic(x, codes, scale, bias, columns): x [..., columns] quantized per token, an exact int8 product, one rescale.
+"""inro_fx::linear_dynamic(x, codes, scale, bias, columns): x [..., columns] quantized per token, an exact int8 product.
 
 codes are int8 [out, in], scale float32 [out, 1] or [1, 1]. The two scales are applied in float32 to the int32 sums, so that
 half-precision models neither overflow nor lose small activations. The gradient is that of the linear with dequantized
