@@ -195,9 +195,18 @@ def prepare(model: nn.Module) -> nn.Module:
     """Puts a model, in place, into the form that is captured: eval mode, computed weights as plain parameters."""
     for module in model.modules():
         _fold_computed_weights(module)
+        _register_plain_tensors(module)
         if isinstance(module, nn.RNNBase):
             recurrent(module)
     return model.eval()
+
+
+def _register_plain_tensors(module: nn.Module) -> None:
+    """A matrix that a module keeps as a plain attribute becomes a buffer: it is a weight like any other, and moves with the rest."""
+    for name, value in list(vars(module).items()):
+        if type(value) is Tensor and value.dim() >= 2 and value.is_floating_point() and value.layout is torch.strided:
+            del module.__dict__[name]
+            module.register_buffer(name, value.detach())
 
 
 def _fold_computed_weights(module: nn.Module) -> None:

@@ -32,6 +32,7 @@ __all__ = ["Capture", "GraphForward", "Packed", "PackedWeights", "attach_graph",
            "user_class"]
 
 _ABSENT = object()
+ERRORS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)     # of operators
 
 
 @dataclasses.dataclass
@@ -171,7 +172,7 @@ class GraphForward(nn.Module):
                 results = self._inro_run(self, *reason)
             except GuardFailed as failed:
                 reason = str(failed)
-            except Exception as error:                         # the user's own forward raises it better, or catches it
+            except ERRORS as error:                            # the user's own forward raises it better, or catches it
                 if torch.compiler.is_compiling() or self._inro_strict:
                     raise
                 reason = f"an operator raises {type(error).__name__}"

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from models import relative
+from test_capture import net, one_graph
 from torch import nn
 
 import inro_fx
-from models import relative
-from test_capture import net, one_graph
 
 
 @pytest.mark.parametrize("view", [
@@ -244,6 +244,17 @@ def test_a_value_cached_at_the_first_call_is_not_the_examples():
     x = torch.randn(2, 8)
     assert relative(model(x), small(x)) < 0.03
     assert small.cache is not None
+
+
+def test_weights_in_plain_attributes_are_weights():
+    model = net(lambda self, x: F.linear(x, self.w))
+    model.w = torch.randn(16, 8)
+    small = inro_fx.quantize_graph(model, torch.randn(2, 8))
+    x = torch.randn(3, 8)
+    assert relative(model(x), small(x)) < 0.02
+    assert [r.layer for r in inro_fx.report(small).rows] == ["w"]
+    assert "w_codes" in small.state_dict()
+    assert isinstance(vars(model)["w"], torch.Tensor)
 
 
 def test_random_state_is_kept():
