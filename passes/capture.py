@@ -202,7 +202,7 @@ def prepare(model: nn.Module) -> nn.Module:
 
 
 def _register_plain_tensors(module: nn.Module) -> None:
-    """A matrix that a module keeps as a plain attribute becomes a buffer: it is a weight like any other, and moves with the rest."""
+    """A matrix in a plain attribute becomes a buffer: it is a weight like any other, and moves with the rest."""
     for name, value in list(vars(module).items()):
         if type(value) is Tensor and value.dim() >= 2 and value.is_floating_point() and value.layout is torch.strided:
             del module.__dict__[name]

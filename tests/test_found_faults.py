@@ -313,7 +313,7 @@ def test_masked_rows_that_are_nan_in_float_too_are_no_error():
 
 def test_two_schemes_for_one_weight_are_refused():
     from models import Tied
-    with pytest.raises(inro_fx.SchemeError, match="overrides ask for int8 and int4 for table.weight = head.weight"):
+    with pytest.raises(inro_fx.SchemeError, match=r"overrides ask for int8 and int4 for table\.weight = head\.weight"):
         inro_fx.quantize_graph(Tied(), torch.randint(0, 40, (2, 3)), overrides={"table": "int8", "head": "int4"})
     small = inro_fx.quantize_graph(Tied(), torch.randint(0, 40, (2, 3)), overrides={"head": "int4"})
     assert {r.scheme for r in inro_fx.report(small).rows if r.layer in ("table", "head")} == {"int4"}
