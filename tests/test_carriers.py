@@ -9,7 +9,6 @@ from torch import nn
 import inro_fx
 from inro_fx.passes.carriers import CARRIERS
 
-
 torch.manual_seed(0)
 
 
