@@ -26,6 +26,7 @@ from .errors import (  # noqa: E402
     PassError,
     SchemeError,
 )
+from .kernels import kernels  # noqa: E402 - the function; the package of that name stays importable
 from .report import Report, Row, Skipped, report  # noqa: E402
 from .schemes import SCHEMES, Scheme, uniform  # noqa: E402
 
@@ -44,6 +45,7 @@ __all__ = [
     "SchemeError",
     "Skipped",
     "draw",
+    "kernels",
     "quantize_graph",
     "report",
     "to_networkx",

@@ -20,6 +20,7 @@ from tabulate import tabulate
 from torch import nn
 
 from .errors import ModelError
+from .kernels import kernel_for
 from .numerics import output_error
 from .passes.capture import Session, tensors_in
 from .passes.module import GraphForward
@@ -120,7 +121,7 @@ def make_record(session: Session, chosen: Plan, targets: list[Target], graphs: M
             weight_sqnr=fact["error"].sqnr, weight_max=fact["error"].largest, isolated=error.isolated,
             propagated=error.propagated, float_bytes=constant.bytes if first else 0,
             quantized_bytes=fact["bytes"] if first else 0,
-            kernel=meta.get("kernel", f"dequantize + {target.use.op}") if target.node is not None else "dequantize (Python)",
+            kernel=_kernel_of(meta, decision, target.use.op) if target.node is not None else "dequantize (Python)",
             note=f"shares the codes of {constant.name}" if not first else
             "the example does not reach it" if session.kind_of(target.capture) == "unreached" else meta.get("unfused", "")))
     skipped = [Skipped(s.constant.name, s.constant.shape, s.reason, s.constant.bytes) for s in chosen.skips]
@@ -130,6 +131,16 @@ def make_record(session: Session, chosen: Plan, targets: list[Target], graphs: M
     return Record(rows, skipped, list(session.steps), sorted(session.refusals.items()),
                   len(root.graph.nodes) if root is not None else 0, [g for c in session.captures.values() for g in c.guards],
                   _worst(want, got), float_bytes, by_target)
+
+
+def _kernel_of(meta: Mapping[str, Any], decision: Any, op: str) -> str:
+    """The operator, and for the integer linears what runs it on the CPU for as many rows as the example has."""
+    name = meta.get("kernel", f"dequantize + {op}")
+    operator = name.removeprefix("inro_fx.")
+    if operator not in ("linear", "linear_dynamic"):
+        return name
+    scheme = decision.scheme
+    return f"{name}/{kernel_for(operator, scheme.bits, scheme.group, decision.layout.columns, meta.get('rows', 0))}"
 
 
 def _layer_name(target: Target, constant: Any) -> str:

@@ -11,6 +11,7 @@ projections of attention). What is not fused stays unpack-then-operator, and say
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -175,6 +176,8 @@ def _replace(graph: fx.Graph, node: fx.Node, function: Any, args: tuple) -> fx.N
     new.meta["target"] = node.meta.get("target", node.name)
     schema = getattr(function, "_schema", None)
     new.meta["kernel"] = schema.name.replace("::", ".") if schema is not None else getattr(function, "__name__", "fused")
+    example = args[0].meta.get("example") if isinstance(args[0], fx.Node) else None
+    new.meta["rows"] = math.prod(example[1][:-1]) if example is not None else 0
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     return new

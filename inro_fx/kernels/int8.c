@@ -31,7 +31,7 @@
 #endif
 
 enum { PORTABLE = 0, AVX2 = 1, VNNI = 2 };
-enum { STEP = 64, MR = 6, NR = 4, CHUNK = 192, MANY = 24 };
+enum { STEP = 64, MR = 6, NR = 4, CHUNK = 192, MANY = 12 };
 /* bytes of a step along `in`; block of results; rows of x at a time; rows of integers from which transposing pays */
 
 static int in_child = 0;                              /* OpenMP's threads do not survive a fork: the child works alone */
@@ -198,42 +198,47 @@ static void block_portable(const int8_t *x, int64_t padded, int m, const int8_t 
 }
 
 #ifdef X86
-__attribute__((target("avx2"), always_inline))
-static inline void step_avx2(const int8_t *x, int64_t padded, int m, __m256i w[NR], __m256i acc[2][NR]) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    for (int i = 0; i < m; i++) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)(x + i * padded));
-        for (int j = 0; j < NR; j++) {
-            __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(a, w[j]));
-            acc[i][j] = _mm256_add_epi32(acc[i][j], _mm256_madd_epi16(pairs, ones));
-        }
-    }
+/* The sums of a block must each be a variable of its own: arrays of vectors end up in memory. DO3(F) is F(0) F(1) F(2). */
+#define DO1(F) F(0)
+#define DO2(F) DO1(F) F(1)
+#define DO3(F) DO2(F) F(2)
+#define DO4(F) DO3(F) F(3)
+#define DO5(F) DO4(F) F(4)
+#define DO6(F) DO5(F) F(5)
+#define DO12(F) DO6(F) F(6) F(7) F(8) F(9) F(10) F(11)
+
+#define ZERO_AVX2(i) __m256i e##i##0 = _mm256_setzero_si256(), e##i##1 = e##i##0, e##i##2 = e##i##0, e##i##3 = e##i##0;
+#define LOAD_AVX2(i) const __m256i v##i = _mm256_loadu_si256((const __m256i *)(x + i * padded + p));
+#define MULTIPLY_AVX2(i, j) e##i##j = _mm256_add_epi32(e##i##j, _mm256_madd_epi16(_mm256_maddubs_epi16(u, _mm256_sign_epi8(v##i, c)), ones));
+#define COLUMN_AVX2(M, j) { \
+    const __m256i c = p + 32 <= k ? _mm256_loadu_si256((const __m256i *)(w[j] + p)) : tail_avx2(w[j] + p, k - p), u = _mm256_abs_epi8(c); \
+    COLUMN##M##_AVX2(j) }
+#define COLUMN1_AVX2(j) MULTIPLY_AVX2(0, j)
+#define COLUMN2_AVX2(j) MULTIPLY_AVX2(0, j) MULTIPLY_AVX2(1, j)
+#define ADD_UP_AVX2(i) { \
+    const __m256i s = _mm256_hadd_epi32(_mm256_hadd_epi32(e##i##0, e##i##1), _mm256_hadd_epi32(e##i##2, e##i##3)); \
+    _mm_storeu_si128((__m128i *)out[i], _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1))); }
+#define ROWS_AVX2(M) \
+__attribute__((target("avx2"))) \
+static void rows##M##_avx2(const int8_t *x, int64_t padded, const int8_t *const *w, int64_t k, int32_t out[MR][NR]) { \
+    const __m256i ones = _mm256_set1_epi16(1); \
+    DO##M(ZERO_AVX2) \
+    for (int64_t p = 0; p < k; p += 32) { \
+        DO##M(LOAD_AVX2) \
+        COLUMN_AVX2(M, 0) COLUMN_AVX2(M, 1) COLUMN_AVX2(M, 2) COLUMN_AVX2(M, 3) \
+    } \
+    DO##M(ADD_UP_AVX2) \
 }
 
-__attribute__((target("avx2"), always_inline))
-static inline void rows_avx2(const int8_t *x, int64_t padded, int m, const int8_t *const *w, int64_t k, int32_t out[MR][NR], int first) {
-    __m256i acc[2][NR], wide[NR];
-    for (int i = 0; i < m; i++)
-        for (int j = 0; j < NR; j++) acc[i][j] = _mm256_setzero_si256();
-    int64_t p = 0;
-    for (; p + 32 <= k; p += 32) {
-        for (int j = 0; j < NR; j++) wide[j] = _mm256_loadu_si256((const __m256i *)(w[j] + p));
-        step_avx2(x + p, padded, m, wide, acc);
-    }
-    if (p < k) {
-        int8_t tail[32];
-        for (int j = 0; j < NR; j++) {
-            memset(tail, 0, 32);
-            memcpy(tail, w[j] + p, (size_t)(k - p));
-            wide[j] = _mm256_loadu_si256((const __m256i *)tail);
-        }
-        step_avx2(x + p, padded, m, wide, acc);
-    }
-    for (int i = 0; i < m; i++) {
-        __m256i s = _mm256_hadd_epi32(_mm256_hadd_epi32(acc[i][0], acc[i][1]), _mm256_hadd_epi32(acc[i][2], acc[i][3]));
-        _mm_storeu_si128((__m128i *)out[first + i], _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1)));
-    }
+__attribute__((target("avx2"), noinline))
+static __m256i tail_avx2(const int8_t *w, int64_t left) {
+    int8_t bytes[32] = {0};
+    memcpy(bytes, w, (size_t)left);
+    return _mm256_loadu_si256((const __m256i *)bytes);
 }
+
+ROWS_AVX2(1)
+ROWS_AVX2(2)
 
 __attribute__((target("avx2")))
 static void block_avx2(const int8_t *x, int64_t padded, int m, const int8_t *const *w, int n, int64_t k, const int32_t *sums,
@@ -241,57 +246,61 @@ static void block_avx2(const int8_t *x, int64_t padded, int m, const int8_t *con
     (void)sums;
     (void)n;                                          /* w repeats its last row beyond n */
     int i = 0;
-    for (; i + 2 <= m; i += 2) rows_avx2(x + i * padded, padded, 2, w, k, out, i);
-    if (i < m) rows_avx2(x + i * padded, padded, 1, w, k, out, i);
+    for (; i + 2 <= m; i += 2) rows2_avx2(x + i * padded, padded, w, k, out + i);
+    if (i < m) rows1_avx2(x + i * padded, padded, w, k, out + i);
 }
 
 #define TARGET_VNNI "avx512f,avx512bw,avx512vl,avx512vnni"
 
 __attribute__((target(TARGET_VNNI), always_inline))
-static inline void rows_vnni(const int8_t *x, int64_t padded, const int m, const int8_t *const *w, int64_t k, const int32_t *sums,
-                             int32_t out[MR][NR]) {
-    __m512i acc[MR][NR], flip = _mm512_set1_epi8((char)0x80);
-    for (int i = 0; i < m; i++)
-        for (int j = 0; j < NR; j++) acc[i][j] = _mm512_setzero_si512();
-    int64_t p = 0;
-    for (; p + STEP <= k; p += STEP) {
-        __m512i wide[NR];
-        for (int j = 0; j < NR; j++) wide[j] = _mm512_xor_si512(_mm512_loadu_si512(w[j] + p), flip);
-        for (int i = 0; i < m; i++) {
-            __m512i a = _mm512_loadu_si512(x + i * padded + p);
-            for (int j = 0; j < NR; j++) acc[i][j] = _mm512_dpbusd_epi32(acc[i][j], wide[j], a);
-        }
-    }
-    if (p < k) {
-        __mmask64 some = (__mmask64)-1 >> (STEP - (k - p));
-        __m512i wide[NR];
-        for (int j = 0; j < NR; j++) wide[j] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(some, w[j] + p), flip);
-        for (int i = 0; i < m; i++) {
-            __m512i a = _mm512_loadu_si512(x + i * padded + p);      /* zero beyond k */
-            for (int j = 0; j < NR; j++) acc[i][j] = _mm512_dpbusd_epi32(acc[i][j], wide[j], a);
-        }
-    }
-    for (int i = 0; i < m; i++) {
-        __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(acc[i][0], acc[i][1]), _mm512_unpackhi_epi32(acc[i][0], acc[i][1]));
-        __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(acc[i][2], acc[i][3]), _mm512_unpackhi_epi32(acc[i][2], acc[i][3]));
-        __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-        __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
-        __m128i four = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-        _mm_storeu_si128((__m128i *)out[i], _mm_sub_epi32(four, _mm_set1_epi32(128 * sums[i])));
-    }
+static inline void add_up_vnni(__m512i a, __m512i b, __m512i c, __m512i d, int32_t sum, int32_t *out) {
+    __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    _mm_storeu_si128((__m128i *)out, _mm_sub_epi32(four, _mm_set1_epi32(128 * sum)));
 }
+
+#define ZERO(i) __m512i d##i##0 = _mm512_setzero_si512(), d##i##1 = d##i##0, d##i##2 = d##i##0, d##i##3 = d##i##0;
+#define MULTIPLY(i) { \
+    const __m512i v = _mm512_loadu_si512(x + i * padded + p); \
+    d##i##0 = _mm512_dpbusd_epi32(d##i##0, w0, v); d##i##1 = _mm512_dpbusd_epi32(d##i##1, w1, v); \
+    d##i##2 = _mm512_dpbusd_epi32(d##i##2, w2, v); d##i##3 = _mm512_dpbusd_epi32(d##i##3, w3, v); }
+#define ADD_UP(i) add_up_vnni(d##i##0, d##i##1, d##i##2, d##i##3, sums[i], out[i]);
+#define ROWS_VNNI(M) \
+__attribute__((target(TARGET_VNNI))) \
+static void rows##M##_vnni(const int8_t *x, int64_t padded, const int8_t *const *w, int64_t k, const int32_t *sums, int32_t out[MR][NR]) { \
+    const __m512i flip = _mm512_set1_epi8((char)0x80); \
+    DO##M(ZERO) \
+    for (int64_t p = 0; p < k; p += STEP) { \
+        const __mmask64 some = k - p >= STEP ? (__mmask64)-1 : (__mmask64)-1 >> (STEP - (k - p)); \
+        const __m512i w0 = _mm512_xor_si512(_mm512_maskz_loadu_epi8(some, w[0] + p), flip); \
+        const __m512i w1 = _mm512_xor_si512(_mm512_maskz_loadu_epi8(some, w[1] + p), flip); \
+        const __m512i w2 = _mm512_xor_si512(_mm512_maskz_loadu_epi8(some, w[2] + p), flip); \
+        const __m512i w3 = _mm512_xor_si512(_mm512_maskz_loadu_epi8(some, w[3] + p), flip); \
+        DO##M(MULTIPLY) \
+    } \
+    DO##M(ADD_UP) \
+}
+ROWS_VNNI(1)
+ROWS_VNNI(2)
+ROWS_VNNI(3)
+ROWS_VNNI(4)
+ROWS_VNNI(5)
+ROWS_VNNI(6)
 
 __attribute__((target(TARGET_VNNI)))
 static void block_vnni(const int8_t *x, int64_t padded, int m, const int8_t *const *w, int n, int64_t k, const int32_t *sums,
                        int32_t out[MR][NR]) {
     (void)n;
     switch (m) {
-        case 1: rows_vnni(x, padded, 1, w, k, sums, out); break;
-        case 2: rows_vnni(x, padded, 2, w, k, sums, out); break;
-        case 3: rows_vnni(x, padded, 3, w, k, sums, out); break;
-        case 4: rows_vnni(x, padded, 4, w, k, sums, out); break;
-        case 5: rows_vnni(x, padded, 5, w, k, sums, out); break;
-        default: rows_vnni(x, padded, 6, w, k, sums, out);
+        case 1: rows1_vnni(x, padded, w, k, sums, out); break;
+        case 2: rows2_vnni(x, padded, w, k, sums, out); break;
+        case 3: rows3_vnni(x, padded, w, k, sums, out); break;
+        case 4: rows4_vnni(x, padded, w, k, sums, out); break;
+        case 5: rows5_vnni(x, padded, w, k, sums, out); break;
+        default: rows6_vnni(x, padded, w, k, sums, out);
     }
 }
 
@@ -333,49 +342,59 @@ static void transpose_vnni(const int8_t *codes, int64_t in, int64_t padded, int 
 }
 
 __attribute__((target(TARGET_VNNI), always_inline))
-static inline void panel_vnni(const int8_t *x, int64_t padded, const int m, const int levels, const uint8_t *packed, const int32_t *sums,
-                              const float *x_scale, const float *by, const float *plus, float *y, int64_t out, int width) {
-    __m512i acc[12][2];
-    for (int i = 0; i < m; i++) acc[i][0] = acc[i][1] = _mm512_setzero_si512();
-    for (int64_t p = 0; p < padded / 4; p++) {
-        const __m512i w0 = _mm512_loadu_si512(packed + p * 128), w1 = _mm512_loadu_si512(packed + p * 128 + 64);
-        for (int i = 0; i < m; i++) {
-            int32_t four;
-            memcpy(&four, x + i * padded + p * 4, 4);
-            const __m512i a = _mm512_set1_epi32(four);
-            acc[i][0] = _mm512_dpbusd_epi32(acc[i][0], w0, a);
-            acc[i][1] = _mm512_dpbusd_epi32(acc[i][1], w1, a);
-        }
-    }
-    for (int h = 0; h < 2; h++) {
-        const int columns = width - 16 * h;
-        if (columns <= 0) break;
-        const __mmask16 some = columns >= 16 ? 0xffff : (__mmask16)((1 << columns) - 1);
-        const __m512 scale = _mm512_loadu_ps(by + 16 * h), bias = _mm512_loadu_ps(plus + 16 * h);
-        for (int i = 0; i < m; i += levels) {
-            __m512 value = _mm512_cvtepi32_ps(_mm512_sub_epi32(acc[i][h], _mm512_set1_epi32(128 * sums[i])));
-            if (levels == 2) {
-                __m512 low = _mm512_cvtepi32_ps(_mm512_sub_epi32(acc[i + 1][h], _mm512_set1_epi32(128 * sums[i + 1])));
-                value = _mm512_add_ps(_mm512_mul_ps(value, _mm512_set1_ps(128.0f)), low);
-            }
-            value = _mm512_mul_ps(_mm512_mul_ps(value, _mm512_set1_ps(x_scale[i / levels])), scale);
-            _mm512_mask_storeu_ps(y + (i / levels) * out + 16 * h, some, _mm512_add_ps(value, bias));
-        }
-    }
+static inline void finish_vnni(__m512i high, int32_t high_sum, __m512i low, int32_t low_sum, int levels, float s, const float *by,
+                               const float *plus, float *y, __mmask16 some) {
+    __m512 value = _mm512_cvtepi32_ps(_mm512_sub_epi32(high, _mm512_set1_epi32(128 * high_sum)));
+    if (levels == 2)
+        value = _mm512_add_ps(_mm512_mul_ps(value, _mm512_set1_ps(128.0f)),
+                              _mm512_cvtepi32_ps(_mm512_sub_epi32(low, _mm512_set1_epi32(128 * low_sum))));
+    value = _mm512_mul_ps(_mm512_mul_ps(value, _mm512_set1_ps(s)), _mm512_loadu_ps(by));
+    _mm512_mask_storeu_ps(y, some, _mm512_add_ps(value, _mm512_loadu_ps(plus)));
 }
+
+#define ZERO2(i) __m512i a##i = _mm512_setzero_si512(), b##i = a##i;
+#define MULTIPLY2(i) { \
+    int32_t four; \
+    memcpy(&four, x + i * padded + 4 * p, 4); \
+    const __m512i v = _mm512_set1_epi32(four); \
+    a##i = _mm512_dpbusd_epi32(a##i, w0, v); b##i = _mm512_dpbusd_epi32(b##i, w1, v); }
+#define KEEP2(i) left[i] = a##i; right[i] = b##i;
+#define PANEL_VNNI(M) \
+__attribute__((target(TARGET_VNNI))) \
+static void panel##M##_vnni(const int8_t *x, int64_t padded, int levels, const uint8_t *packed, const int32_t *sums, const float *x_scale, \
+                            const float *by, const float *plus, float *y, int64_t out, int width) { \
+    DO##M(ZERO2) \
+    for (int64_t p = 0; p < padded / 4; p++) { \
+        const __m512i w0 = _mm512_load_si512(packed + p * 128), w1 = _mm512_load_si512(packed + p * 128 + 64); \
+        DO##M(MULTIPLY2) \
+    } \
+    __m512i left[M], right[M]; \
+    DO##M(KEEP2) \
+    const __mmask16 first = width >= 16 ? 0xffff : (__mmask16)((1 << width) - 1); \
+    const __mmask16 second = width >= 32 ? 0xffff : width > 16 ? (__mmask16)((1 << (width - 16)) - 1) : 0; \
+    for (int i = 0; i < M; i += levels) { \
+        const int low = levels == 2 ? i + 1 : i; \
+        float *to = y + i / levels * out; \
+        finish_vnni(left[i], sums[i], left[low], sums[low], levels, x_scale[i / levels], by, plus, to, first); \
+        if (second) finish_vnni(right[i], sums[i], right[low], sums[low], levels, x_scale[i / levels], by + 16, plus + 16, to + 16, second); \
+    } \
+}
+PANEL_VNNI(12)
+PANEL_VNNI(6)
+PANEL_VNNI(2)
+PANEL_VNNI(1)
 
 __attribute__((target(TARGET_VNNI)))
 static void columns_vnni(const int8_t *q, int64_t padded, int64_t rows, int levels, const uint8_t *packed, const int32_t *sums,
                          const float *x_scale, const float *by, const float *plus, float *y, int64_t out, int width) {
     int64_t r = 0;                                    /* of q: a row of x is `levels` of them */
     const int64_t all = rows * levels;
-#define PANEL(M) for (; r + M <= all; r += M) { \
-        if (levels == 2) panel_vnni(q + r * padded, padded, M, 2, packed, sums + r, x_scale + r / 2, by, plus, y + r / 2 * out, out, width); \
-        else panel_vnni(q + r * padded, padded, M, 1, packed, sums + r, x_scale + r, by, plus, y + r * out, out, width); }
+#define PANEL(M) for (; r + M <= all; r += M) \
+        panel##M##_vnni(q + r * padded, padded, levels, packed, sums + r, x_scale + r / levels, by, plus, y + r / levels * out, out, width);
     PANEL(12)
     PANEL(6)
     PANEL(2)
-    for (; r < all; r++) panel_vnni(q + r * padded, padded, 1, 1, packed, sums + r, x_scale + r, by, plus, y + r * out, out, width);
+    PANEL(1)
 #undef PANEL
 }
 #endif
@@ -388,85 +407,128 @@ static void *aligned(size_t size) {
     return posix_memalign(&p, 64, size ? size : 64) ? NULL : p;
 }
 
-/* y[rows, out] = x[rows, in] @ (codes * scale).T + bias; rows of x are `stride` floats apart, the rest is contiguous.
-   `level` is PORTABLE, AVX2 or VNNI, or -1 for the best that this CPU has. Returns 0, or -1 where memory ran out. */
-int inro_linear(const float *x, int64_t rows, int64_t in, int64_t stride, const int8_t *codes, int64_t out, const float *scale,
-                int64_t scale_step, const float *bias, float *y, int levels, int threads, int level) {
-    level = level < 0 ? inro_level() : level;
-    block_function block = block_portable;
-    quantize_function quantize = quantize_row;
-#ifdef X86
-    if (level >= AVX2) { block = block_avx2; quantize = quantize_row_avx2; }
-    if (level >= VNNI) block = block_vnni;
-#endif
-    if (rows == 0 || out == 0) return 0;
-    const int64_t padded = (in + STEP - 1) / STEP * STEP + (in == 0 ? STEP : 0);
-    const int64_t chunk = rows < CHUNK ? rows : CHUNK;
-    int8_t *q = aligned((size_t)(chunk * levels * padded));
-    float *x_scale = aligned((size_t)chunk * sizeof(float));
-    int32_t *sums = aligned((size_t)(chunk * levels) * sizeof(int32_t));
-    if (!q || !x_scale || !sums) { free(q); free(x_scale); free(sums); return -1; }
-    const double work = (double)rows * in * out * levels;
-    if (in_child || work < 200000.0) threads = 1;
-    const size_t packed_size = (size_t)padded * 32;
-    int failed = 0;
-    const int block_rows = MR / levels;                /* of x, whose levels are neighbouring rows of q */
+typedef struct {
+    const float *x, *scale, *bias;
+    const int8_t *codes;
+    float *y;
+    int64_t rows, in, stride, out, scale_step, padded;
+    int levels, level;
+    block_function block;
+    quantize_function quantize;
+} job;
 
-    #pragma omp parallel num_threads(threads) if (threads > 1)
-    for (int64_t start = 0; start < rows; start += chunk) {
-        const int64_t here = rows - start < chunk ? rows - start : chunk;
-        #pragma omp for schedule(static)
-        for (int64_t r = 0; r < here; r++)
-            quantize(x + (start + r) * stride, in, padded, levels, q + r * levels * padded, x_scale + r, sums + r * levels);
+typedef struct { int8_t *q; float *scale; int32_t *sums; } integers;     /* up to CHUNK rows of x */
+
+static int take(const job *j, int64_t rows, integers *to) {
+    to->q = aligned((size_t)(rows * j->levels * j->padded));
+    to->scale = aligned((size_t)rows * sizeof(float));
+    to->sums = aligned((size_t)(rows * j->levels) * sizeof(int32_t));
+    return to->q && to->scale && to->sums;
+}
+
+static void give_back(integers *from) { free(from->q); free(from->scale); free(from->sums); }
+
+static void quantize_rows(const job *j, int64_t start, int64_t first, int64_t last, const integers *to) {
+    for (int64_t r = first; r < last; r++)
+        j->quantize(j->x + (start + r) * j->stride, j->in, j->padded, j->levels, to->q + r * j->levels * j->padded, to->scale + r,
+                    to->sums + r * j->levels);
+}
+
+/* Results of `here` rows from `start`, for the columns of blocks `first` to `last` of `size` columns each; 0 if memory ran out. */
+static int multiply(const job *j, int64_t start, int64_t here, int64_t first, int64_t last, int size, const integers *from) {
+    const int levels = j->levels;
+    uint8_t *packed = size == 32 ? aligned((size_t)j->padded * 32) : NULL;
+    if (size == 32 && !packed) return 0;
+    for (int64_t b = first; b < last; b++) {
+        const int64_t n = b * size;
+        const int width = j->out - n < size ? (int)(j->out - n) : size;
+        float by[32], plus[32];
+        const int8_t *w[32];
+        for (int i = 0; i < size; i++) {               /* beyond the last column, the last one again */
+            const int64_t column = n + (i < width ? i : width - 1);
+            by[i] = j->scale[column * j->scale_step];
+            plus[i] = j->bias ? j->bias[column] : 0.0f;
+            w[i] = j->codes + column * j->in;
+        }
 #ifdef X86
-        if (level >= VNNI && here * levels >= MANY ) {
-            uint8_t *packed = aligned(packed_size);
-            #pragma omp for schedule(static)
-            for (int64_t n = 0; n < out; n += 32) {
-                const int width = out - n < 32 ? (int)(out - n) : 32;
-                float by[32], plus[32];
-                for (int j = 0; j < 32; j++) {
-                    const int64_t column = n + (j < width ? j : 0);
-                    by[j] = scale[column * scale_step];
-                    plus[j] = bias ? bias[column] : 0.0f;
-                }
-                if (!packed) { failed = 1; continue; }
-                transpose_vnni(codes + n * in, in, padded, width, packed);
-                columns_vnni(q, padded, here, levels, packed, sums, x_scale, by, plus, y + start * out + n, out, width);
-            }
-            free(packed);
+        if (size == 32) {
+            transpose_vnni(w[0], j->in, j->padded, width, packed);
+            columns_vnni(from->q, j->padded, here, levels, packed, from->sums, from->scale, by, plus, j->y + start * j->out + n, j->out, width);
             continue;
         }
 #endif
-        #pragma omp for schedule(static)
-        for (int64_t n = 0; n < out; n += NR) {
-            const int width = out - n < NR ? (int)(out - n) : NR;
-            const int8_t *w[NR];
-            float by[NR], plus[NR];
-            for (int j = 0; j < NR; j++) {
-                const int64_t column = n + (j < width ? j : width - 1);
-                w[j] = codes + column * in;
-                by[j] = scale[column * scale_step];
-                plus[j] = bias ? bias[column] : 0.0f;
-            }
-            for (int64_t r = 0; r < here; r += block_rows) {
-                const int m = here - r < block_rows ? (int)(here - r) : block_rows;
-                int32_t total[MR][NR];
-                block(q + r * levels * padded, padded, m * levels, w, width, in, sums + r * levels, total);
-                for (int i = 0; i < m; i++) {
-                    const float s = x_scale[r + i];
-                    float *to = y + (start + r + i) * out + n;
-                    float value[NR];
-                    for (int j = 0; j < NR; j++) {
-                        value[j] = levels == 2 ? 128.0f * (float)total[2 * i][j] + (float)total[2 * i + 1][j] : (float)total[i][j];
-                        value[j] = value[j] * s * by[j] + plus[j];
-                    }
-                    if (width == NR) memcpy(to, value, sizeof value);
-                    else memcpy(to, value, (size_t)width * sizeof(float));
+        const int together = MR / levels;              /* rows of x, whose levels are neighbouring rows of q */
+        for (int64_t r = 0; r < here; r += together) {
+            const int m = here - r < together ? (int)(here - r) : together;
+            int32_t total[MR][NR];
+            j->block(from->q + r * levels * j->padded, j->padded, m * levels, w, width, j->in, from->sums + r * levels, total);
+            for (int i = 0; i < m; i++) {
+                float value[NR];
+                for (int c = 0; c < NR; c++) {
+                    value[c] = levels == 2 ? 128.0f * (float)total[2 * i][c] + (float)total[2 * i + 1][c] : (float)total[i][c];
+                    value[c] = value[c] * from->scale[r + i] * by[c] + plus[c];
                 }
+                memcpy(j->y + (start + r + i) * j->out + n, value, (size_t)width * sizeof(float));
             }
         }
     }
-    free(q); free(x_scale); free(sums);
+    free(packed);
+    return 1;
+}
+
+static int64_t share(int64_t all, int part, int parts) { return all * part / parts; }
+
+/* y[rows, out] = x[rows, in] @ (codes * scale).T + bias; rows of x are `stride` floats apart, the rest is contiguous.
+   `level` is PORTABLE, AVX2 or VNNI, or -1 for the best that this CPU has. Returns 0, or -1 where memory ran out.
+   Every result is computed the same way whatever the number of threads. */
+int inro_linear(const float *x, int64_t rows, int64_t in, int64_t stride, const int8_t *codes, int64_t out, const float *scale,
+                int64_t scale_step, const float *bias, float *y, int levels, int threads, int level) {
+    if (rows == 0 || out == 0) return 0;
+    job j = {x, scale, bias, codes, y, rows, in, stride, out, scale_step, (in + STEP - 1) / STEP * STEP + (in == 0 ? STEP : 0), levels,
+             level < 0 ? inro_level() : level, block_portable, quantize_row};
+#ifdef X86
+    if (j.level >= AVX2) { j.block = block_avx2; j.quantize = quantize_row_avx2; }
+    if (j.level >= VNNI) j.block = block_vnni;
+#endif
+    if (in_child || (double)rows * in * out * levels < 200000.0 || threads < 1) threads = 1;
+    const int64_t chunks = (rows + CHUNK - 1) / CHUNK;
+    int failed = 0;
+    if (chunks >= 2 * threads) {                       /* many rows: each thread takes chunks of its own */
+        #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|| : failed)
+        {
+            integers own;
+            const int size = j.level >= VNNI ? 32 : NR, ready = take(&j, CHUNK, &own);
+            failed = !ready;
+            #pragma omp for schedule(static)
+            for (int64_t c = 0; c < chunks; c++) {
+                const int64_t start = c * CHUNK, here = rows - start < CHUNK ? rows - start : CHUNK;
+                if (!ready) continue;
+                quantize_rows(&j, start, 0, here, &own);
+                if (!multiply(&j, start, here, 0, (out + size - 1) / size, size, &own)) failed = 1;
+            }
+            give_back(&own);
+        }
+        return failed ? -1 : 0;
+    }
+    integers shared;                                   /* few rows: the threads share them and split the columns */
+    if (!take(&j, rows < CHUNK ? rows : CHUNK, &shared)) { give_back(&shared); return -1; }
+    #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|| : failed)
+    {
+        int part = 0, parts = 1;
+#ifdef _OPENMP
+        part = omp_get_thread_num();
+        parts = omp_get_num_threads();
+#endif
+        for (int64_t start = 0; start < rows; start += CHUNK) {
+            const int64_t here = rows - start < CHUNK ? rows - start : CHUNK;
+            const int size = j.level >= VNNI && here * levels >= MANY ? 32 : NR;
+            const int64_t blocks = (out + size - 1) / size;
+            quantize_rows(&j, start, share(here, part, parts), share(here, part + 1, parts), &shared);
+            #pragma omp barrier
+            if (!multiply(&j, start, here, share(blocks, part, parts), share(blocks, part + 1, parts), size, &shared)) failed = 1;
+            #pragma omp barrier
+        }
+    }
+    give_back(&shared);
     return failed ? -1 : 0;
 }

@@ -19,15 +19,17 @@ def as_shape(fresh: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def define(schema: str, reference: Callable, fake: Callable, setup: Callable | None = None,
-           backward: Callable | None = None) -> Any:
+           backward: Callable | None = None, cpu: Callable | None = None) -> Any:
     """Registers ``inro_fx::<schema>`` and gives back the overload to call.
 
-    ``reference`` runs on any device, ``fake`` gives shapes and dtypes only; ``setup(ctx, inputs, output)`` and
+    ``reference`` runs on any device, ``cpu`` in its place on CPUs, ``fake`` gives shapes and dtypes only; ``setup(ctx, inputs, output)`` and
     ``backward(ctx, grad)`` are the autograd formula, as in ``torch.library.register_autograd``.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     _library.impl(name, reference, "CompositeExplicitAutograd")
+    if cpu is not None:
+        _library.impl(name, cpu, "CPU")
     torch.library.register_fake(f"inro_fx::{name}", fake, lib=_library)
     if backward is not None:
         torch.library.register_autograd(f"inro_fx::{name}", backward, setup_context=setup, lib=_library)

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dequantize import reference as dequantize
+from ..kernels import kernel_for
+from .kernel_call import KERNEL_DTYPES, run_kernel
 from .library import as_shape, define
 
 __all__ = ["linear"]
@@ -19,6 +21,13 @@ __all__ = ["linear"]
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
     weight = dequantize(codes, scale, bits, group, columns, x.dtype)
     return as_shape(F.linear(x.reshape(-1, x.shape[-1]), weight, bias), (*x.shape[:-1], codes.shape[0]))
+
+
+def cpu(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
+    if x.dtype in KERNEL_DTYPES and x.shape[-1] == columns and kernel_for(
+            "linear", bits, group, columns, x.numel() // max(columns, 1)) == "c":
+        return run_kernel(x, codes, scale, bias, levels=2)
+    return reference(x, codes, scale, bias, bits, group, columns)
 
 
 def fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
@@ -42,4 +51,4 @@ def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
 
 
 linear = define("linear(Tensor x, Tensor codes, Tensor scale, Tensor? bias, int bits, int group, int columns) -> Tensor",
-                reference, fake, setup, backward)
+                reference, fake, setup, backward, cpu)

@@ -1,0 +1,10 @@
+"""C kernels for CPUs, built when the package is installed, and the table that says where they run.
+
+Where there is no compiler, or no kernel for a case, the operators' reference implementations in plain torch run; `kernels`
+says which, and why.
+"""
+
+from .choice import CHOICES, Choice, kernel_for, kernels
+from .int8 import LEVELS, best_level, linear_int8, unavailable
+
+__all__ = ["CHOICES", "LEVELS", "Choice", "best_level", "kernel_for", "kernels", "linear_int8", "unavailable"]
