@@ -15,6 +15,7 @@ if tuple(int(n) for n in torch.__version__.split(".")[:2]) < _OLDEST:
     raise ImportError(f"inro_fx {__version__} needs torch {_OLDEST[0]}.{_OLDEST[1]} or newer; this is torch {torch.__version__}")
 
 from .api import quantize_graph  # noqa: E402 - after the check of the version
+from .benchmark import Benchmark, Timing, benchmark  # noqa: E402
 from .draw import draw, to_networkx  # noqa: E402
 from .errors import (  # noqa: E402
     FileError,
@@ -32,6 +33,7 @@ from .schemes import SCHEMES, Scheme, uniform  # noqa: E402
 
 __all__ = [
     "SCHEMES",
+    "Benchmark",
     "FileError",
     "GraphNotTaken",
     "InputError",
@@ -44,6 +46,8 @@ __all__ = [
     "Scheme",
     "SchemeError",
     "Skipped",
+    "Timing",
+    "benchmark",
     "draw",
     "kernels",
     "quantize_graph",

@@ -1,4 +1,4 @@
-"""The command ``inro-fx``: demo, quantize, report and draw, on any model that Python can import."""
+"""The command ``inro-fx``: demo, quantize, report, draw and bench, on any model that Python can import."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from . import __version__
 from .api import CAPTURES, quantize_graph
+from .benchmark import benchmark
 from .draw import draw
 from .errors import InputError, InroError, MissingTool, ModelError
 from .report import report
@@ -27,6 +28,7 @@ EXAMPLES = """examples:
   inro-fx demo
   inro-fx report mypackage.models:resnet --inputs 1x3x224x224
   inro-fx quantize mypackage.models:bert --inputs int:1x128 --scheme int8_dynamic --override pooler=none --out small/
+  inro-fx bench mypackage.models:bert --inputs int:1x128 --scheme int8_dynamic
   inro-fx draw mypackage.models:bert --inputs mypackage.models:example --out bert.svg
 """
 
@@ -58,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, text, out in (
             ("quantize", _quantize, "write the quantized weights, the report and a drawing to a folder", "DIR"),
             ("report", _report, "print the report; with --out write it as .txt, .json, .csv or .md", "FILE"),
-            ("draw", _draw, "draw the quantized graph as .txt, .dot, .svg, .png or .pdf", "FILE")):
+            ("draw", _draw, "draw the quantized graph as .txt, .dot, .svg, .png or .pdf", "FILE"),
+            ("bench", _bench, "time the float and the quantized model in turns, whole and layer by layer", "FILE")):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("model", metavar="MODULE:NAME", help="an nn.Module, or a function that returns one or (model, inputs)")
         command.add_argument("--inputs", metavar="SPEC", help="shapes such as 1x3x224x224 or int:1x128 (comma between arguments), "
@@ -67,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
                              help="another scheme for matching layers, 'none' leaves them float; may be repeated")
         command.add_argument("--capture", choices=CAPTURES, default="auto", help="how to capture the graph (%(default)s)")
         command.add_argument("--fold-batchnorm", action="store_true", help="multiply batch norms into the convolutions before them")
-        command.add_argument("--out", type=Path, metavar=out, required=name != "report", help=f"the {out.lower()} to write")
+        command.add_argument("--out", type=Path, metavar=out, required=name in ("quantize", "draw"),
+                             help=f"the {out.lower()} to write")
         _add_scheme(command)
         command.set_defaults(run=run)
     return parser
@@ -117,6 +121,14 @@ def _draw(options: argparse.Namespace) -> None:
     print(f"wrote {draw(_quantized(options), options.out)}")
 
 
+def _bench(options: argparse.Namespace) -> None:
+    model, inputs = _model_and_inputs(options)
+    timed = benchmark(model, _quantized(options, model, inputs), inputs)
+    print(timed)
+    if options.out is not None:
+        options.out.write_text(f"{timed}\n", encoding="utf-8")
+
+
 def _write_all(model: nn.Module, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     result = report(model)
@@ -137,7 +149,7 @@ def _write_all(model: nn.Module, folder: Path) -> None:
 
 # ---- what the arguments name ----
 
-def _quantized(options: argparse.Namespace) -> nn.Module:
+def _model_and_inputs(options: argparse.Namespace) -> tuple[nn.Module, Any]:
     model, inputs = _model(options.model), None
     if isinstance(model, tuple):
         model, inputs = model
@@ -145,6 +157,12 @@ def _quantized(options: argparse.Namespace) -> nn.Module:
         inputs = _inputs(options.inputs)
     if inputs is None:
         raise InputError(f"{options.model} gives a model without inputs: add --inputs, for example --inputs 1x3x224x224")
+    return model, inputs
+
+
+def _quantized(options: argparse.Namespace, model: Any = None, inputs: Any = None) -> nn.Module:
+    if model is None:
+        model, inputs = _model_and_inputs(options)
     overrides = {}
     for entry in options.override:
         pattern, equals, scheme = entry.rpartition("=")

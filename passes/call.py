@@ -151,6 +151,8 @@ class Call:
 
     def match(self, args: tuple, kwargs: dict) -> list[Any] | str:
         """The values of the graph's placeholders for this call, or the first thing that the graph does not cover."""
+        if len(args) == 1 and not kwargs and not self.facts and self.specs == (None,) and isinstance(args[0], Tensor):
+            return [args[0]] if isinstance(self.leaves[0][0], TensorLeaf) else f"another value of {self.names[0]}"
         values = self.bind(args, kwargs)
         if isinstance(values, str):
             return values

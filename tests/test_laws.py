@@ -16,6 +16,7 @@ from inro_fx.passes.targets import Overrides, find_targets, plan
 from inro_fx.passes.verify import verify
 
 SCHEMES = [*inro_fx.SCHEMES, inro_fx.uniform(1000), inro_fx.uniform(3, "tensor"), inro_fx.uniform(100, 5)]
+FIFTEEN_BITS = 3e-4            # what the C kernel's integer activations may cost beside dequantize-then-multiply
 LIMITS = {"int8": 0.02, "int8_tensor": 0.03, "int8_rowwise_full": 0.02, "int8_dynamic": 0.06, "int4": 0.5, "uniform(1000)": 0.002,
           "uniform(3, tensor)": 1.5, "uniform(100, 5)": 0.02}
 
@@ -101,7 +102,7 @@ def test_unfused_equals_fused(name, monkeypatch):
     fused = first(inro_fx.quantize_graph(model, inputs)(*args, **kwargs))
     monkeypatch.setattr("inro_fx.passes.fuse.RULES", {})
     unfused = first(inro_fx.quantize_graph(model, inputs)(*args, **kwargs))
-    torch.testing.assert_close(fused, unfused)
+    assert relative(unfused, fused) < FIFTEEN_BITS
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -115,7 +116,7 @@ def test_python_path_equals_the_graph(name):
         if hasattr(module, "_inro_capture"):
             module._inro_capture.call.names = ("nothing like it",) * 99             # no call matches any more
             module._inro_capture.call.match = lambda args, kwargs: "the test says so"
-    torch.testing.assert_close(first(small(*args, **kwargs)), want, rtol=1e-4, atol=1e-4)
+    assert relative(want, small(*args, **kwargs)) < FIFTEEN_BITS
 
 
 @pytest.mark.parametrize("name", MODELS)

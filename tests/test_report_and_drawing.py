@@ -188,6 +188,14 @@ def test_quantize_and_draw_commands(zoo, capsys):
     assert main(["draw", "mine:net", "--inputs", "2x8", "--out", "g.txt"]) == 0
 
 
+def test_bench_command(zoo, capsys):
+    assert main(["bench", "mine:net", "--inputs", "2x8", "--out", "b.txt"]) == 0
+    out = capsys.readouterr().out
+    assert "whole model" in out
+    assert "threads, kernels:" in out
+    assert (zoo / "b.txt").read_text() == out
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["report", "mine"], "write MODULE:NAME"),
     (["report", "nothing_here:x"], "cannot be imported: No module named 'nothing_here'"),

@@ -6,6 +6,7 @@ The limits were measured (docs/benchmarks.md): a row stands where its kernel was
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from .int8 import LEVELS, MOST_COLUMNS, best_level, unavailable
@@ -60,6 +61,7 @@ CHOICES: tuple[Choice, ...] = (
 _BY_OP = {op: [c for c in CHOICES if c.op == op] for op in dict.fromkeys(c.op for c in CHOICES)}
 
 
+@functools.lru_cache(maxsize=4096)
 def kernel_for(op: str, bits: int, group: int, columns: int, rows: int) -> str:
     """"c" or "torch": what runs this case on this CPU."""
     level = best_level()
@@ -75,7 +77,6 @@ def kernels() -> dict[str, str]:
     level = best_level()
     found = {"library": LEVELS[level] if level >= 0 else f"none: {unavailable}"}
     for op, choices in _BY_OP.items():
-        limits = {rows: choices[0].supports(level, 8, 0, 64, rows) for rows in (1, 4, 8, 1 << 20)}
-        refused = next((reason for reason in limits.values() if reason is not None), None)
-        found[op] = choices[0].kernel if refused is None else f"{choices[0].kernel}, torch for {refused}" if limits[1] is None else "torch"
+        one, many = (choices[0].supports(level, 8, 0, 64, rows) for rows in (1, 1 << 20))
+        found[op] = "torch" if one is not None else "c" if many is None else f"c, torch for {many}"
     return found

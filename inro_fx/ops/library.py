@@ -22,8 +22,8 @@ def define(schema: str, reference: Callable, fake: Callable, setup: Callable | N
            backward: Callable | None = None, cpu: Callable | None = None) -> Any:
     """Registers ``inro_fx::<schema>`` and gives back the overload to call.
 
-    ``reference`` runs on any device, ``cpu`` in its place on CPUs, ``fake`` gives shapes and dtypes only; ``setup(ctx, inputs, output)`` and
-    ``backward(ctx, grad)`` are the autograd formula, as in ``torch.library.register_autograd``.
+    ``reference`` runs on any device, ``cpu`` in its place on CPUs, ``fake`` gives shapes and dtypes only;
+    ``setup(ctx, inputs, output)`` and ``backward(ctx, grad)`` are the autograd formula, as in ``torch.library.register_autograd``.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dequantize import reference as dequantize
 from ..kernels import kernel_for
+from .dequantize import reference as dequantize
 from .kernel_call import KERNEL_DTYPES, run_kernel
 from .library import as_shape, define
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels import kernel_for
 from ..numerics.products import int8_matmul, quantize_rows
 from .dequantize import reference as dequantize
-from ..kernels import kernel_for
 from .kernel_call import KERNEL_DTYPES, run_kernel
 from .library import as_shape, define
 
