@@ -10,31 +10,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from .checks import check_model
 from .errors import InputError, ModelError, SchemeError
-from .numerics import weight_error
-from .passes.capture import (
-    Example,
-    Session,
-    capture,
-    clone,
-    compare,
-    kept_random_state,
-    make_independent,
-    prepare,
-    put_state,
-    run,
-    tensors_in,
-)
-from .passes.constants import owner_of
+from .packing import Packer, install
+from .passes.capture import capture as capture_graphs
+from .passes.example import Example, compare, kept_random_state, run, tensors_in
 from .passes.fold_batchnorm import fold_batchnorm as fold_batchnorm_pass
 from .passes.fuse import fuse
 from .passes.measure import run_float, run_quantized
-from .passes.module import Packed, PackedWeights, attach_graph, attach_packed, detach_graph
+from .passes.module import PackedWeights, detach_graph
 from .passes.quantize import quantize
 from .passes.scheme import Scheme
-from .passes.targets import Overrides, Plan, find_targets, plan
+from .passes.session import Session
+from .passes.state import clone, make_independent, prepare, put_state
+from .passes.targets import Overrides, find_targets, plan
 from .passes.verify import verify
 from .report import make_record, stored_bytes
 from .schemes import find_scheme
@@ -141,7 +132,7 @@ def _quantize(model: nn.Module, example: Example, batches: list[Example], option
         verify(graph, root.get_submodule(path), chosen.decisions, after="quantize")
         verify(fuse(graph, chosen.decisions), root.get_submodule(path), chosen.decisions, after="fuse")
 
-    packer = _Packer(session, chosen)
+    packer = Packer(session, chosen)
     errors: dict[Any, Any] = {}
     with progress_bar(2 * len(decided) * len(batches), "quantizing") as tick:
         for number, batch in enumerate(batches):
@@ -184,89 +175,11 @@ def _fold(session: Session) -> list[tuple[str, str]]:
 
 def capture_model(root: nn.Module, example: Example, mode: str) -> tuple[Session, Any]:
     """The captured session and the model's float output, which must hold a tensor."""
-    session, want = capture(root, example, mode)
+    session, want = capture_graphs(root, example, mode)
     if next(tensors_in(want), None) is None:
         raise ModelError(f"the model returns no tensor on example_inputs (it returned {type(want).__name__}); "
                          f"give inputs for which forward computes something")
     return session, want
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuses, by name and with the way out, what cannot be quantized."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    kinds: tuple = ((nn.DataParallel, "pass model.module"), (nn.parallel.DistributedDataParallel, "pass model.module"),
-             (torch.jit.ScriptModule, "pass the module that it was scripted from"),
-             (torch._dynamo.OptimizedModule if "torch._dynamo" in sys.modules else (),
-              "pass the module that was compiled, and compile the result"))
-    for path, module in model.named_modules():
-        for kind, advice in kinds:
-            if isinstance(module, kind):
-                where = f"{path} is a {type(module).__name__}, which" if path else f"a {type(module).__name__}"
-                raise ModelError(f"{where} cannot be quantized: {advice}")
-    if "_inro" in model.__dict__ or any(isinstance(m, PackedWeights) for m in model.modules()):
-        raise ModelError("the model is already quantized by inro_fx: quantize the float model instead")
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-            raise ModelError(f"{name} is not initialized yet: run the model once before quantizing it")
-        if tensor.device.type == "meta":
-            raise ModelError(f"{name} is on the meta device and has no data: load the weights before quantizing")
-
-
-class _Packer:
-    """Packs each weight once, when it is first needed, and measures what that cost."""
-
-    def __init__(self, session: Session, chosen: Plan):
-        self.session, self.chosen = session, chosen
-        self.parts: dict[str, dict[str, Tensor]] = {}
-        self.facts: dict[str, dict[str, Any]] = {}
-
-    def pack(self, name: str) -> dict[str, Tensor]:
-        """The parts of a weight."""
-        if name in self.parts:
-            return self.parts[name]
-        decision = self.chosen.decisions[name]
-        matrix = decision.layout.matrix(self.session.tensor(name).detach())
-        parts = self.parts[name] = decision.scheme.pack(matrix)
-        restored = decision.scheme.unpack(parts, decision.layout.columns, decision.constant.dtype)
-        scale = parts.get("scale")
-        self.facts[name] = dict(
-            error=weight_error(matrix, restored),
-            bytes=sum(p.numel() * p.element_size() for p in parts.values()),
-            scale=None if scale is None or not scale.numel() else (scale.min().item(), scale.mean().item(), scale.max().item()))
-        return parts
-
-    def release(self, name: str) -> None:
-        """Frees a float weight whose parts are made."""
-        self.pack(name)
-        tensor = self.session.tensor(name)
-        tensor.data = tensor.data.new_empty(0)
-
-
-def install(session: Session, chosen: Plan, graphs: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]],
-            strict: bool) -> None:
-    """Puts parts in the place of the float weights, and the quantized graphs in the place of the float ones."""
-    root = session.root
-    for decision in chosen.decisions.values():
-        holder, own = owner_of(root, decision.constant.name)
-        for buffer, part in zip(decision.buffers, decision.scheme.parts, strict=True):
-            holder.register_buffer(buffer, parts[decision.constant.name][part])
-        for name in decision.constant.names:
-            owner, leaf = owner_of(root, name)
-            for kind in (owner._parameters, owner._buffers):
-                kind.pop(leaf, None)
-            buffers = tuple(leaf + b[len(own):] for b in decision.buffers)
-            attach_packed(owner, leaf, Packed(decision.scheme, buffers, decision.layout, decision.constant.dtype),
-                          holder, decision.buffers)
-    for path, captured in {**session.layers, **session.captures}.items():
-        module = root.get_submodule(path)
-        if path in session.captures:
-            captured.graph = graphs[path]
-        else:
-            captured.graph = fuse(quantize(captured.graph, chosen.decisions, path), chosen.decisions)
-            verify(captured.graph, module, chosen.decisions, after="fuse")
-        attach_graph(module, captured, strict)
-    session.forget_tensors()
 
 
 def _merge(total: dict, new: dict) -> None:

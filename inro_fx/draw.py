@@ -43,7 +43,7 @@ def to_networkx(model: nn.Module) -> nx.DiGraph:
     Raises `ModelError` for a model that `quantize_graph` did not make.
     """
     record = _record(model)
-    picture = nx.DiGraph()
+    picture: nx.DiGraph = nx.DiGraph()
     graph: fx.Graph | None = model.__dict__.get("_inro_graph")
     if graph is None:
         return _python_root(model, record, picture)

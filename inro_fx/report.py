@@ -22,8 +22,9 @@ from torch import nn
 from .errors import ModelError
 from .kernels import kernel_for
 from .numerics import output_error
-from .passes.capture import Session, tensors_in
+from .passes.example import tensors_in
 from .passes.module import GraphForward
+from .passes.session import Session
 from .passes.targets import Plan, Target
 
 __all__ = ["Report", "Row", "Skipped", "report"]

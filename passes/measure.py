@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .capture import Example, Session, run
 from .carriers import carrier_of, observed_use
+from .example import Example, run
 from .module import Capture
+from .session import Session
 from .targets import Decision, Target
 
 __all__ = ["Errors", "restore", "run_float", "run_quantized"]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .capture import Session
 from .carriers import CARRIERS, Use, name_of_target, observed_use
 from .constants import Constant
 from .failures import SchemeError
 from .module import user_class
 from .scheme import Identity, Layout, Scheme
+from .session import Session
 
 __all__ = ["Decision", "Plan", "Skip", "Target", "find_targets", "plan"]
 

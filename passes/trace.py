@@ -37,7 +37,8 @@ from torch.utils._pytree import tree_map
 from .constants import Alias, Constant, alias_of_view, storage_of
 from .decompose import DECOMPOSITIONS
 
-__all__ = ["ExampleProxy", "GuardFailed", "Retrace", "TraceError", "Tracer", "active", "guard", "is_mutating"]
+__all__ = ["ExampleProxy", "GuardFailed", "Retrace", "TraceError", "Tracer", "active", "frame", "guard", "is_mutating",
+           "module_call", "patches"]
 
 
 class TraceError(RuntimeError):
@@ -79,7 +80,7 @@ def active() -> Any:
 
 
 @contextlib.contextmanager
-def _frame(frame: Any) -> Iterator[None]:
+def frame(frame: Any) -> Iterator[None]:
     _frames.stack.append(frame)
     try:
         yield
@@ -111,7 +112,7 @@ class _Patches:
                 setattr(*self.saved.pop())
 
 
-_patches = _Patches()
+patches = _Patches()
 
 
 module_call = nn.Module.__call__            # the real one, whatever is patched later
@@ -513,10 +514,9 @@ class Tracer(TracerBase):
 
     # -- running the traced code --
 
-    def run(self, forward: Callable, inputs: Callable[[Tracer], tuple[tuple, dict]]) -> Any:
-        """Calls ``forward`` with the placeholders that ``inputs`` makes; gives back its result, full of proxies."""
-        with _patches, _frame(self), _Interceptor(self), torch.enable_grad():
-            args, kwargs = inputs(self)
+    def run(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Calls ``forward`` with placeholders among its arguments; gives back its result, full of proxies."""
+        with patches, frame(self), _Interceptor(self), torch.enable_grad():
             return forward(*args, **kwargs)
 
     def abandon(self) -> None:
@@ -526,7 +526,7 @@ class Tracer(TracerBase):
 
     @contextlib.contextmanager
     def ordinary(self) -> Iterator[None]:
-        with _frame(None):
+        with frame(None):
             yield
 
     def placeholder(self, name: str, example: Any) -> ExampleProxy:

@@ -8,10 +8,12 @@ from models import MODELS, Plain, example, first, relative
 from torch import nn
 
 import inro_fx
-from inro_fx.passes.capture import Example, capture, clone
+from inro_fx.passes.capture import capture
+from inro_fx.passes.example import Example
 from inro_fx.passes.fuse import fuse
 from inro_fx.passes.quantize import quantize
 from inro_fx.passes.scheme import Identity
+from inro_fx.passes.state import clone
 from inro_fx.passes.targets import Overrides, find_targets, plan
 from inro_fx.passes.verify import verify
 

@@ -6,10 +6,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import inro_fx
-from inro_fx.passes.capture import Example, capture, clone
+from inro_fx.passes.capture import capture
+from inro_fx.passes.example import Example
 from inro_fx.passes.failures import PassError
 from inro_fx.passes.fuse import fuse
 from inro_fx.passes.quantize import quantize
+from inro_fx.passes.state import clone
 from inro_fx.passes.targets import Overrides, find_targets, plan
 from inro_fx.passes.verify import verify
 

@@ -1,0 +1,75 @@
+"""From decisions to stored parts: packing each weight once, and putting the parts in the place of the floats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from .numerics import weight_error
+from .passes.constants import owner_of
+from .passes.fuse import fuse
+from .passes.module import Packed, attach_graph, attach_packed
+from .passes.quantize import quantize
+from .passes.session import Session
+from .passes.targets import Plan
+from .passes.verify import verify
+
+__all__ = ["Packer", "install"]
+
+
+class Packer:
+    """Packs each weight once, when it is first needed, and measures what that cost."""
+
+    def __init__(self, session: Session, chosen: Plan):
+        self.session, self.chosen = session, chosen
+        self.parts: dict[str, dict[str, Tensor]] = {}
+        self.facts: dict[str, dict[str, Any]] = {}
+
+    def pack(self, name: str) -> dict[str, Tensor]:
+        """The parts of a weight."""
+        if name in self.parts:
+            return self.parts[name]
+        decision = self.chosen.decisions[name]
+        matrix = decision.layout.matrix(self.session.tensor(name).detach())
+        parts = self.parts[name] = decision.scheme.pack(matrix)
+        restored = decision.scheme.unpack(parts, decision.layout.columns, decision.constant.dtype)
+        scale = parts.get("scale")
+        self.facts[name] = dict(
+            error=weight_error(matrix, restored),
+            bytes=sum(p.numel() * p.element_size() for p in parts.values()),
+            scale=None if scale is None or not scale.numel() else (scale.min().item(), scale.mean().item(), scale.max().item()))
+        return parts
+
+    def release(self, name: str) -> None:
+        """Frees a float weight whose parts are made."""
+        self.pack(name)
+        tensor = self.session.tensor(name)
+        tensor.data = tensor.data.new_empty(0)
+
+
+def install(session: Session, chosen: Plan, graphs: Mapping[str, fx.Graph], parts: Mapping[str, Mapping[str, Tensor]],
+            strict: bool) -> None:
+    """Puts parts in the place of the float weights, and the quantized graphs in the place of the float ones."""
+    root = session.root
+    for decision in chosen.decisions.values():
+        holder, own = owner_of(root, decision.constant.name)
+        for buffer, part in zip(decision.buffers, decision.scheme.parts, strict=True):
+            holder.register_buffer(buffer, parts[decision.constant.name][part])
+        for name in decision.constant.names:
+            owner, leaf = owner_of(root, name)
+            for kind in (owner._parameters, owner._buffers):
+                kind.pop(leaf, None)
+            buffers = tuple(leaf + b[len(own):] for b in decision.buffers)
+            attach_packed(owner, leaf, Packed(decision.scheme, buffers, decision.layout, decision.constant.dtype),
+                          holder, decision.buffers)
+    for path, captured in {**session.layers, **session.captures}.items():
+        module = root.get_submodule(path)
+        if path in session.captures:
+            captured.graph = graphs[path]
+        else:
+            captured.graph = fuse(quantize(captured.graph, chosen.decisions, path), chosen.decisions)
+            verify(captured.graph, module, chosen.decisions, after="fuse")
+        attach_graph(module, captured, strict)
+    session.forget_tensors()
