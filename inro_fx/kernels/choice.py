@@ -13,7 +13,7 @@ from .int8 import LEVELS, MOST_COLUMNS, best_level, unavailable
 
 __all__ = ["CHOICES", "Choice", "kernel_for", "kernels"]
 
-PORTABLE, AVX2, VNNI = range(3)
+PORTABLE, AVX2 = range(2)              # indices of LEVELS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,7 @@ def _weight_only(level: int, bits: int, group: int, columns: int, rows: int) -> 
         return reason
     if columns < 16 and rows > 8:
         return "fewer than 16 inputs"
-    most = {VNNI: None, AVX2: 8, PORTABLE: 2}[level]
-    return None if most is None or rows <= most else f"more than {most} rows"
+    return None if level >= AVX2 or rows <= 2 else "more than 2 rows"
 
 
 def _dynamic(level: int, bits: int, group: int, columns: int, rows: int) -> str | None:

@@ -9,9 +9,11 @@
    and two integer products cost less than one of floats where the CPU multiplies bytes (VNNI).
 
    Weights stay as they are stored. For few rows of x both operands run along `in`, and a block of 6 x 4 results keeps its sums
-   in registers. For many rows VNNI takes 32 columns at a time, transposed into a scratch that stays in cache. No instruction here saturates: AVX2 multiplies |w| (as unsigned, at most 128) by x with the sign of w, so that
-   a pair of products stays within 2 * 128 * 127 < 2^15; VNNI adds four products to an int32, with w + 128 as the unsigned side
-   and 128 * sum(x) taken off at the end. */
+   in registers. For many rows 16 columns (AVX2, as int16) or 32 (VNNI) are transposed into a scratch that stays in cache.
+
+   No instruction here saturates: AVX2 multiplies |w| (as unsigned, at most 128) by x with the sign of w, so that a pair of
+   products stays within 2 * 128 * 127 < 2^15, or int16 by int16 into int32; VNNI adds four products to an int32, with w + 128
+   as the unsigned side and 128 * sum(x) taken off at the end. */
 
 #include <math.h>
 #include <stdint.h>
@@ -31,8 +33,9 @@
 #endif
 
 enum { PORTABLE = 0, AVX2 = 1, VNNI = 2 };
-enum { STEP = 64, MR = 6, NR = 4, CHUNK = 192, MANY = 12 };
+enum { STEP = 64, MR = 6, NR = 4, CHUNK = 192, MANY = 12, MANY_AVX2 = 6 };
 /* bytes of a step along `in`; block of results; rows of x at a time; rows of integers from which transposing pays */
+enum { BLOCKS = NR, PANELS_AVX2 = 16, PANELS_VNNI = 32 };       /* how results are computed, by the columns that go together */
 
 static int in_child = 0;                              /* OpenMP's threads do not survive a fork: the child works alone */
 static void after_fork(void) { in_child = 1; }
@@ -250,6 +253,131 @@ static void block_avx2(const int8_t *x, int64_t padded, int m, const int8_t *con
     if (i < m) rows1_avx2(x + i * padded, padded, w, k, out + i);
 }
 
+/* ---- many rows on AVX2: 16 columns of weights as int16, transposed to [in / 2][16][2], against 6 rows of x as int16 ----
+   The activations need no second level here: 15 bits fit, and their sums fit int32 for SAFE columns at a time. */
+
+enum { SAFE = 1024 };                                 /* 128 * 16256 * 1024 < 2^31 */
+
+__attribute__((target("avx2")))
+static void transpose_avx2(const int8_t *codes, int64_t in, int64_t padded, int width, int16_t *packed) {
+    for (int half = 0; half < 2; half++)
+        for (int64_t p = 0; p < padded; p += 16) {
+            __m256i a[8], b[8];
+            for (int j = 0; j < 8; j++) {
+                const int column = half * 8 + j;
+                const int64_t left = column < width ? in - p : 0;
+                __m128i bytes = _mm_setzero_si128();
+                if (left >= 16) bytes = _mm_loadu_si128((const __m128i *)(codes + column * in + p));
+                else if (left > 0) { int8_t some[16] = {0}; memcpy(some, codes + column * in + p, (size_t)left); bytes = _mm_loadu_si128((const __m128i *)some); }
+                a[j] = _mm256_cvtepi8_epi16(bytes);   /* eight words of two codes */
+            }
+            for (int j = 0; j < 8; j += 2) {
+                b[j] = _mm256_unpacklo_epi32(a[j], a[j + 1]);
+                b[j + 1] = _mm256_unpackhi_epi32(a[j], a[j + 1]);
+            }
+            for (int j = 0; j < 8; j += 4)
+                for (int i = 0; i < 2; i++) {
+                    a[j + 2 * i] = _mm256_unpacklo_epi64(b[j + i], b[j + i + 2]);
+                    a[j + 2 * i + 1] = _mm256_unpackhi_epi64(b[j + i], b[j + i + 2]);
+                }
+            for (int i = 0; i < 4; i++) {
+                b[i] = _mm256_permute2x128_si256(a[i], a[i + 4], 0x20);
+                b[i + 4] = _mm256_permute2x128_si256(a[i], a[i + 4], 0x31);
+            }
+            for (int i = 0; i < 8; i++) _mm256_store_si256((__m256i *)(packed + (p / 2 + i) * 32 + half * 16), b[i]);
+        }
+}
+
+#define ZERO16(i) __m256i a##i = _mm256_setzero_si256(), b##i = a##i;
+#define MULTIPLY16(i) { \
+    int32_t two; \
+    memcpy(&two, x + i * padded + 2 * p, 4); \
+    __m256i v = _mm256_set1_epi32(two);               /* the next line keeps the rows in order, and the sums in registers */ \
+    __asm__ volatile("" : "+x"(v), "+x"(a##i), "+x"(b##i)); \
+    a##i = _mm256_add_epi32(a##i, _mm256_madd_epi16(w0, v)); b##i = _mm256_add_epi32(b##i, _mm256_madd_epi16(w1, v)); }
+#define KEEP16(i) left[i] = _mm256_add_ps(left[i], _mm256_cvtepi32_ps(a##i)); right[i] = _mm256_add_ps(right[i], _mm256_cvtepi32_ps(b##i));
+#define PANEL_AVX2(M) \
+__attribute__((target("avx2"))) \
+static void panel##M##_avx2(const int16_t *x, int64_t padded, int64_t safe, const int16_t *packed, const float *x_scale, const float *by, \
+                            const float *plus, float *y, int64_t out, int width) { \
+    __m256 left[M], right[M]; \
+    for (int i = 0; i < M; i++) left[i] = right[i] = _mm256_setzero_ps(); \
+    for (int64_t start = 0; start < padded; start += safe) { \
+        const int64_t end = start + safe < padded ? start + safe : padded; \
+        DO##M(ZERO16) \
+        for (int64_t p = start / 2; p < end / 2; p++) { \
+            const __m256i w0 = _mm256_load_si256((const __m256i *)(packed + p * 32)), w1 = _mm256_load_si256((const __m256i *)(packed + p * 32 + 16)); \
+            DO##M(MULTIPLY16) \
+        } \
+        DO##M(KEEP16) \
+    } \
+    for (int i = 0; i < M; i++) { \
+        float values[16]; \
+        const __m256 s = _mm256_set1_ps(x_scale[i]); \
+        _mm256_storeu_ps(values, _mm256_add_ps(_mm256_mul_ps(_mm256_mul_ps(left[i], s), _mm256_loadu_ps(by)), _mm256_loadu_ps(plus))); \
+        _mm256_storeu_ps(values + 8, _mm256_add_ps(_mm256_mul_ps(_mm256_mul_ps(right[i], s), _mm256_loadu_ps(by + 8)), _mm256_loadu_ps(plus + 8))); \
+        memcpy(y + i * out, values, (size_t)width * sizeof(float)); \
+    } \
+}
+PANEL_AVX2(6)
+PANEL_AVX2(2)
+PANEL_AVX2(1)
+
+static void columns_avx2(const int16_t *q, int64_t padded, int64_t rows, int levels, const int16_t *packed, const float *x_scale,
+                         const float *by, const float *plus, float *y, int64_t out, int width) {
+    const int64_t safe = levels == 2 ? SAFE : padded;
+    int64_t r = 0;
+    for (; r + 6 <= rows; r += 6) panel6_avx2(q + r * padded, padded, safe, packed, x_scale + r, by, plus, y + r * out, out, width);
+    for (; r + 2 <= rows; r += 2) panel2_avx2(q + r * padded, padded, safe, packed, x_scale + r, by, plus, y + r * out, out, width);
+    for (; r < rows; r++) panel1_avx2(q + r * padded, padded, safe, packed, x_scale + r, by, plus, y + r * out, out, width);
+}
+
+/* The same integers as quantize_row, whole (128 * q1 + q0 where there are two levels), in int16. */
+__attribute__((target("avx2,fma")))
+static void quantize_wide_avx2(const float *x, int64_t n, int64_t padded, int levels, int16_t *q, float *scale) {
+    float largest = 0.0f;
+    __m256 top = _mm256_setzero_ps(), clear_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)), bad = _mm256_setzero_ps();
+    const __m256 limit = _mm256_set1_ps(3.402823466e38f);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256 a = _mm256_and_ps(_mm256_loadu_ps(x + i), clear_sign);
+        top = _mm256_max_ps(top, a);
+        bad = _mm256_or_ps(bad, _mm256_cmp_ps(a, limit, _CMP_NLE_UQ));
+    }
+    float lanes[8];
+    _mm256_storeu_ps(lanes, top);
+    for (int j = 0; j < 8; j++) largest = lanes[j] > largest ? lanes[j] : largest;
+    int finite = !_mm256_movemask_ps(bad);
+    for (; i < n; i++) {
+        float a = fabsf(x[i]);
+        largest = a > largest ? a : largest;
+        finite &= a <= 3.402823466e38f;
+    }
+    const float steps = levels == 2 ? 16256.0f : 127.0f;
+    float s = largest / steps;
+    if (s < 1.17549435e-38f) s = 1.0f;
+    float inverse = 1.0f / s;
+    if (!(inverse <= 3.402823466e38f)) inverse = 0.0f;
+    *scale = finite ? s : NAN;
+    if (!finite) { memset(q, 0, (size_t)padded * sizeof(int16_t)); return; }
+    const __m256 by = _mm256_set1_ps(s), times = _mm256_set1_ps(inverse), high = _mm256_set1_ps(steps), low = _mm256_set1_ps(-steps);
+    for (i = 0; i + 16 <= n; i += 16) {
+        __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + i + 8);
+        a = levels == 2 ? _mm256_mul_ps(a, times) : _mm256_div_ps(a, by);
+        b = levels == 2 ? _mm256_mul_ps(b, times) : _mm256_div_ps(b, by);
+        a = _mm256_max_ps(_mm256_min_ps(a, high), low);
+        b = _mm256_max_ps(_mm256_min_ps(b, high), low);
+        __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
+        _mm256_storeu_si256((__m256i *)(q + i), _mm256_permute4x64_epi64(packed, 0xd8));
+    }
+    for (; i < n; i++) {
+        float v = rintf(levels == 2 ? x[i] * inverse : x[i] / s);
+        v = v > steps ? steps : v < -steps ? -steps : v;
+        q[i] = (int16_t)v;
+    }
+    memset(q + n, 0, (size_t)(padded - n) * sizeof(int16_t));
+}
+
 #define TARGET_VNNI "avx512f,avx512bw,avx512vl,avx512vnni"
 
 __attribute__((target(TARGET_VNNI), always_inline))
@@ -420,7 +548,7 @@ typedef struct {
 typedef struct { int8_t *q; float *scale; int32_t *sums; } integers;     /* up to CHUNK rows of x */
 
 static int take(const job *j, int64_t rows, integers *to) {
-    to->q = aligned((size_t)(rows * j->levels * j->padded));
+    to->q = aligned((size_t)(rows * 2 * j->padded));   /* two bytes for each activation, at most */
     to->scale = aligned((size_t)rows * sizeof(float));
     to->sums = aligned((size_t)(rows * j->levels) * sizeof(int32_t));
     return to->q && to->scale && to->sums;
@@ -428,32 +556,51 @@ static int take(const job *j, int64_t rows, integers *to) {
 
 static void give_back(integers *from) { free(from->q); free(from->scale); free(from->sums); }
 
-static void quantize_rows(const job *j, int64_t start, int64_t first, int64_t last, const integers *to) {
-    for (int64_t r = first; r < last; r++)
-        j->quantize(j->x + (start + r) * j->stride, j->in, j->padded, j->levels, to->q + r * j->levels * j->padded, to->scale + r,
-                    to->sums + r * j->levels);
+static int way_of(const job *j, int64_t rows) {
+    if (j->level >= VNNI && rows * j->levels >= MANY) return PANELS_VNNI;
+    if (j->level == AVX2 && rows >= MANY_AVX2 && (j->levels == 2 || j->in < 512 || j->in % 32)) return PANELS_AVX2;
+    return BLOCKS;
 }
 
-/* Results of `here` rows from `start`, for the columns of blocks `first` to `last` of `size` columns each; 0 if memory ran out. */
-static int multiply(const job *j, int64_t start, int64_t here, int64_t first, int64_t last, int size, const integers *from) {
+static void quantize_rows(const job *j, int64_t start, int64_t first, int64_t last, int way, const integers *to) {
+    for (int64_t r = first; r < last; r++) {
+        const float *x = j->x + (start + r) * j->stride;
+#ifdef X86
+        if (way == PANELS_AVX2) {
+            quantize_wide_avx2(x, j->in, j->padded, j->levels, (int16_t *)to->q + r * j->padded, to->scale + r);
+            continue;
+        }
+#endif
+        (void)way;
+        j->quantize(x, j->in, j->padded, j->levels, to->q + r * j->levels * j->padded, to->scale + r, to->sums + r * j->levels);
+    }
+}
+
+/* Results of `here` rows from `start`, for the columns `first * way` to `last * way`; 0 if memory ran out. */
+static int multiply(const job *j, int64_t start, int64_t here, int64_t first, int64_t last, int way, const integers *from) {
     const int levels = j->levels;
-    uint8_t *packed = size == 32 ? aligned((size_t)j->padded * 32) : NULL;
-    if (size == 32 && !packed) return 0;
+    void *packed = way == BLOCKS ? NULL : aligned((size_t)j->padded * 32);
+    if (way != BLOCKS && !packed) return 0;
     for (int64_t b = first; b < last; b++) {
-        const int64_t n = b * size;
-        const int width = j->out - n < size ? (int)(j->out - n) : size;
-        float by[32], plus[32];
+        const int64_t n = b * way;
+        const int width = j->out - n < way ? (int)(j->out - n) : way;
+        float by[32], plus[32], *y = j->y + start * j->out + n;
         const int8_t *w[32];
-        for (int i = 0; i < size; i++) {               /* beyond the last column, the last one again */
+        for (int i = 0; i < way; i++) {                /* beyond the last column, the last one again */
             const int64_t column = n + (i < width ? i : width - 1);
             by[i] = j->scale[column * j->scale_step];
             plus[i] = j->bias ? j->bias[column] : 0.0f;
             w[i] = j->codes + column * j->in;
         }
 #ifdef X86
-        if (size == 32) {
+        if (way == PANELS_VNNI) {
             transpose_vnni(w[0], j->in, j->padded, width, packed);
-            columns_vnni(from->q, j->padded, here, levels, packed, from->sums, from->scale, by, plus, j->y + start * j->out + n, j->out, width);
+            columns_vnni(from->q, j->padded, here, levels, packed, from->sums, from->scale, by, plus, y, j->out, width);
+            continue;
+        }
+        if (way == PANELS_AVX2) {
+            transpose_avx2(w[0], j->in, j->padded, width, packed);
+            columns_avx2((const int16_t *)from->q, j->padded, here, levels, packed, from->scale, by, plus, y, j->out, width);
             continue;
         }
 #endif
@@ -468,7 +615,7 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
                     value[c] = levels == 2 ? 128.0f * (float)total[2 * i][c] + (float)total[2 * i + 1][c] : (float)total[i][c];
                     value[c] = value[c] * from->scale[r + i] * by[c] + plus[c];
                 }
-                memcpy(j->y + (start + r + i) * j->out + n, value, (size_t)width * sizeof(float));
+                memcpy(y + (r + i) * j->out, value, (size_t)width * sizeof(float));
             }
         }
     }
@@ -497,14 +644,15 @@ int inro_linear(const float *x, int64_t rows, int64_t in, int64_t stride, const 
         #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|| : failed)
         {
             integers own;
-            const int size = j.level >= VNNI ? 32 : NR, ready = take(&j, CHUNK, &own);
+            const int ready = take(&j, CHUNK, &own);
             failed = !ready;
             #pragma omp for schedule(static)
             for (int64_t c = 0; c < chunks; c++) {
                 const int64_t start = c * CHUNK, here = rows - start < CHUNK ? rows - start : CHUNK;
                 if (!ready) continue;
-                quantize_rows(&j, start, 0, here, &own);
-                if (!multiply(&j, start, here, 0, (out + size - 1) / size, size, &own)) failed = 1;
+                const int way = way_of(&j, here);
+                quantize_rows(&j, start, 0, here, way, &own);
+                if (!multiply(&j, start, here, 0, (out + way - 1) / way, way, &own)) failed = 1;
             }
             give_back(&own);
         }
@@ -521,11 +669,11 @@ int inro_linear(const float *x, int64_t rows, int64_t in, int64_t stride, const 
 #endif
         for (int64_t start = 0; start < rows; start += CHUNK) {
             const int64_t here = rows - start < CHUNK ? rows - start : CHUNK;
-            const int size = j.level >= VNNI && here * levels >= MANY ? 32 : NR;
-            const int64_t blocks = (out + size - 1) / size;
-            quantize_rows(&j, start, share(here, part, parts), share(here, part + 1, parts), &shared);
+            const int way = way_of(&j, here);
+            const int64_t blocks = (out + way - 1) / way;
+            quantize_rows(&j, start, share(here, part, parts), share(here, part + 1, parts), way, &shared);
             #pragma omp barrier
-            if (!multiply(&j, start, here, share(blocks, part, parts), share(blocks, part + 1, parts), size, &shared)) failed = 1;
+            if (!multiply(&j, start, here, share(blocks, part, parts), share(blocks, part + 1, parts), way, &shared)) failed = 1;
             #pragma omp barrier
         }
     }
