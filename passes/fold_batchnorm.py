@@ -15,14 +15,13 @@ from collections import Counter
 import torch
 from torch import fx, nn
 
-from .carriers import name_of_target
+from .carriers import carrier_of, name_of_target
 from .module import user_class
 
 __all__ = ["fold_batchnorm"]
 
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
-CONVOLUTION_CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)          # not their subclasses, whose forward may do more
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)         # not their subclasses, whose forward may do more
 
 
 def fold_batchnorm(root: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
@@ -39,7 +38,7 @@ def fold_batchnorm(root: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
         if not first or not second or calls[first] != 1 or calls[second] != 1:
             continue
         convolution, norm = root.get_submodule(first), root.get_submodule(second)
-        if user_class(convolution) in CONVOLUTION_CLASSES and user_class(norm) in NORMS and _fold(convolution, norm):
+        if _reads(conv, first) and user_class(norm) in NORMS and _fold(convolution, norm):
             parent, _, name = second.rpartition(".")
             root.get_submodule(parent)._modules[name] = nn.Identity()
             folded.append((first, second))
@@ -48,6 +47,14 @@ def fold_batchnorm(root: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
 
 def _name(node: fx.Node) -> str:
     return name_of_target(node.target).removeprefix("functional.") if node.op == "call_function" else ""
+
+
+def _reads(conv: fx.Node, module: str) -> bool:
+    """Does the convolution take its module's weight and bias as they are?"""
+    call = carrier_of(conv.target).bind(conv.args, conv.kwargs)  # type: ignore[union-attr]
+    weight, bias = call["weight"], call.get("bias")
+    return weight.op == "get_attr" and weight.target == f"{module}.weight" and (
+        bias is None or (bias.op == "get_attr" and bias.target == f"{module}.bias"))
 
 
 def _fold(convolution: nn.Module, norm: nn.Module) -> bool:

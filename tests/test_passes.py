@@ -210,6 +210,38 @@ def test_batch_norm_folding_is_exact_and_leaves_the_original():
     assert all(torch.equal(v, state[k]) for k, v in net.state_dict().items())
 
 
+class PaddedConv(nn.Conv2d):
+    """Does more before the convolution: can be folded all the same."""
+
+    def forward(self, x):
+        return super().forward(torch.nn.functional.pad(x, (1, 0, 1, 0)))
+
+
+class ScaledConv(nn.Conv2d):
+    """Changes its weight at each call: cannot be folded."""
+
+    def forward(self, x):
+        return torch.nn.functional.conv2d(x, self.weight - self.weight.mean(), self.bias)
+
+
+class ActiveNorm(nn.BatchNorm2d):
+    """Does more after the norm: cannot be folded."""
+
+    def forward(self, x):
+        return torch.relu(super().forward(x))
+
+
+@pytest.mark.parametrize(("conv", "norm", "folded"), [(PaddedConv, nn.BatchNorm2d, True), (ScaledConv, nn.BatchNorm2d, False),
+                                                      (nn.Conv2d, ActiveNorm, False)])
+def test_folding_looks_at_what_the_modules_do(conv, norm, folded):
+    net = nn.Sequential(conv(3, 8, 3), norm(8), nn.Conv2d(8, 4, 1)).eval()
+    net[1].running_mean.normal_(), net[1].running_var.uniform_(0.5, 2)
+    x = torch.randn(2, 3, 9, 9)
+    small = inro_fx.quantize_graph(net, x, inro_fx.uniform(2**20), fold_batchnorm=True)
+    assert isinstance(small[1], nn.Identity) == folded
+    torch.testing.assert_close(small(x), net(x), rtol=1e-4, atol=1e-4)
+
+
 def test_a_batch_norm_used_twice_is_not_folded():
     class Shared(nn.Module):
         def __init__(self):

@@ -103,10 +103,11 @@ static void quantize_row(const float *x, int64_t n, int64_t padded, int levels, 
 }
 
 #ifdef X86
-__attribute__((target("avx2,fma")))
-static void quantize_row_avx2(const float *x, int64_t n, int64_t padded, int levels, int8_t *q, float *scale, int32_t *sums) {
+/* max |x|, and whether all of it is finite. */
+__attribute__((target("avx2"), always_inline))
+static inline float reach_avx2(const float *x, int64_t n, int *finite) {
     __m256 top = _mm256_setzero_ps(), clear_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)), bad = _mm256_setzero_ps();
-    __m256 limit = _mm256_set1_ps(3.402823466e38f);
+    const __m256 limit = _mm256_set1_ps(3.402823466e38f);
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
         __m256 a = _mm256_and_ps(_mm256_loadu_ps(x + i), clear_sign);
@@ -116,12 +117,20 @@ static void quantize_row_avx2(const float *x, int64_t n, int64_t padded, int lev
     float lanes[8], largest = 0.0f;
     _mm256_storeu_ps(lanes, top);
     for (int j = 0; j < 8; j++) largest = lanes[j] > largest ? lanes[j] : largest;
-    int finite = !_mm256_movemask_ps(bad);
+    *finite = !_mm256_movemask_ps(bad);
     for (; i < n; i++) {
         float a = fabsf(x[i]);
         largest = a > largest ? a : largest;
-        finite &= a <= 3.402823466e38f;
+        *finite &= a <= 3.402823466e38f;
     }
+    return largest;
+}
+
+__attribute__((target("avx2,fma")))
+static void quantize_row_avx2(const float *x, int64_t n, int64_t padded, int levels, int8_t *q, float *scale, int32_t *sums) {
+    int finite;
+    const float largest = reach_avx2(x, n, &finite);
+    int64_t i;
     float steps = levels == 2 ? 16256.0f : 127.0f, s = largest / steps;
     if (s < 1.17549435e-38f) s = 1.0f;
     float inverse = 1.0f / s;
@@ -341,24 +350,9 @@ static void columns_avx2(const int16_t *q, int64_t padded, int64_t rows, int lev
 /* The same integers as quantize_row, whole (128 * q1 + q0 where there are two levels), in int16. */
 __attribute__((target("avx2,fma")))
 static void quantize_wide_avx2(const float *x, int64_t n, int64_t padded, int levels, int16_t *q, float *scale) {
-    float largest = 0.0f;
-    __m256 top = _mm256_setzero_ps(), clear_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)), bad = _mm256_setzero_ps();
-    const __m256 limit = _mm256_set1_ps(3.402823466e38f);
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m256 a = _mm256_and_ps(_mm256_loadu_ps(x + i), clear_sign);
-        top = _mm256_max_ps(top, a);
-        bad = _mm256_or_ps(bad, _mm256_cmp_ps(a, limit, _CMP_NLE_UQ));
-    }
-    float lanes[8];
-    _mm256_storeu_ps(lanes, top);
-    for (int j = 0; j < 8; j++) largest = lanes[j] > largest ? lanes[j] : largest;
-    int finite = !_mm256_movemask_ps(bad);
-    for (; i < n; i++) {
-        float a = fabsf(x[i]);
-        largest = a > largest ? a : largest;
-        finite &= a <= 3.402823466e38f;
-    }
+    int finite;
+    const float largest = reach_avx2(x, n, &finite);
+    int64_t i;
     const float steps = levels == 2 ? 16256.0f : 127.0f;
     float s = largest / steps;
     if (s < 1.17549435e-38f) s = 1.0f;
