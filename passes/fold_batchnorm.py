@@ -51,7 +51,7 @@ def _name(node: fx.Node) -> str:
 
 def _reads(conv: fx.Node, module: str) -> bool:
     """Does the convolution take its module's weight and bias as they are?"""
-    call = carrier_of(conv.target).bind(conv.args, conv.kwargs)  # type: ignore[union-attr]
+    call = carrier_of(conv.target).bind(conv.args, conv.kwargs)
     weight, bias = call["weight"], call.get("bias")
     return weight.op == "get_attr" and weight.target == f"{module}.weight" and (
         bias is None or (bias.op == "get_attr" and bias.target == f"{module}.bias"))
