@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -226,7 +227,8 @@ class Report:
             sections.append(tabulate(list(zip(*[c[2] for c in columns], strict=True)), [c[0] for c in columns], tablefmt=style,
                                      disable_numparse=True, colalign=[c[1] for c in columns]))
         if self.skipped:
-            body = [[_fold(s.layer, 40), _shape(s.shape), _kib(s.float_bytes), _fold(s.reason, 56)] for s in self.skipped]
+            body = [[textwrap.fill(s.layer, 40), _shape(s.shape), _kib(s.float_bytes), textwrap.fill(s.reason, 56)]
+                    for s in self.skipped]
             sections.append(tabulate(body, ["left float", "shape", "KiB", "why"], tablefmt=style, disable_numparse=True,
                                      colalign=("left", "left", "right", "left")))
         sections.append("\n".join(self._totals()))
@@ -248,7 +250,7 @@ class Report:
             lines.append(f"  ... and {len(self.regions) - 8} more")
         for reason, count in sorted(self.outside.items(), key=lambda kv: -kv[1])[:4]:
             lines.append(f"  {count} call{'s' if count > 1 else ''} outside the graph: {reason}")
-        return lines
+        return [textwrap.fill(line, WIDTH, subsequent_indent=" " * 14) for line in lines]
 
 
 def report(model: nn.Module) -> Report:
@@ -313,22 +315,6 @@ COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (       # of the pr
     ("ratio", "right", lambda r: "" if r.ratio is None else f"{r.ratio:.2f}"),
     ("kernel", "left", _kernel),
 )
-
-
-def _fold(text: str, width: int) -> str:
-    if len(text) <= width:
-        return text
-    lines, line = [], ""
-    for word in text.split(" "):
-        while len(word) > width:
-            lines.append((line + " " + word[:width - len(line) - 1]).strip() if line else word[:width])
-            word, line = word[len(lines[-1]) - (len(line) + 1 if line else 0):], ""
-        if line and len(line) + 1 + len(word) > width:
-            lines.append(line)
-            line = word
-        else:
-            line = f"{line} {word}" if line else word
-    return "\n".join([*lines, line] if line else lines)
 
 
 def _shortened(names: list[str], width: int) -> list[str]:

@@ -56,9 +56,7 @@ def capture(root: nn.Module, example: Example, mode: str = "auto") -> tuple[Sess
         if failure is None:
             failure = _try_rung(session, rung, example, want, bigger, want_bigger)
         if failure is None:
-            kind = f"one graph of {len(session.captures[''].graph.nodes)} nodes" if "" in session.captures else \
-                f"{sum(c.kind == 'region' for c in session.captures.values())} regions"
-            session.steps.append((rung, "taken: " + kind))
+            session.steps.append((rung, f"taken: {_outcome(session)}"))
             capture_unreached(session)
             return session, want
         session.steps.append((rung, failure))
@@ -73,6 +71,13 @@ def capture(root: nn.Module, example: Example, mode: str = "auto") -> tuple[Sess
     session.steps.append(("python", "taken: every module runs its own code over the quantized weights"))
     capture_unreached(session)
     return session, want
+
+
+def _outcome(session: Session) -> str:
+    if "" in session.captures:
+        return f"one graph of {len(session.captures[''].graph.nodes)} nodes"
+    count = sum(c.kind == "region" for c in session.captures.values())
+    return f"{count} region{'' if count == 1 else 's'}"
 
 
 def _try_rung(session: Session, rung: str, example: Example, want: Any, bigger: Example | None, want_bigger: Any) -> str | None:
