@@ -40,7 +40,7 @@ def fold_batchnorm(root: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
         convolution, norm = root.get_submodule(first), root.get_submodule(second)
         if _reads(conv, first) and user_class(norm) in NORMS and _fold(convolution, norm):
             parent, _, name = second.rpartition(".")
-            root.get_submodule(parent)._modules[name] = nn.Identity()
+            root.get_submodule(parent)._modules[name] = nn.Identity().eval()
             folded.append((first, second))
     return folded
 

@@ -239,6 +239,8 @@ def test_folding_looks_at_what_the_modules_do(conv, norm, folded):
     x = torch.randn(2, 3, 9, 9)
     small = inro_fx.quantize_graph(net, x, inro_fx.uniform(2**20), fold_batchnorm=True)
     assert isinstance(small[1], nn.Identity) == folded
+    assert inro_fx.report(small).nodes > 0
+    assert inro_fx.report(small).outside == {}
     torch.testing.assert_close(small(x), net(x), rtol=1e-4, atol=1e-4)
 
 
