@@ -62,18 +62,14 @@ Pack = Callable[[str], Mapping[str, Tensor]]
 def interpret(module: nn.Module, graph: fx.Graph, flat: list[Any], observe: Observer) -> Any:
     """Runs a graph node by node on ``module``; tensors are dropped after their last use; ``observe`` sees each result."""
     env: dict[fx.Node, Any] = {}
+    # what a view of a weight was made with is looked at again beside the target, and stays
+    seen = {source for node in graph.nodes if "alias" in node.meta for source in node.all_input_nodes}
     last: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         for source in node.all_input_nodes:
             if source not in seen:
                 seen.add(source)
                 last.setdefault(node, []).append(source)
-    for node in graph.nodes:              # what a view of a weight was made with is looked at again beside the target
-        if "alias" in node.meta:
-            seen.update(node.all_input_nodes)
-            for sources in last.values():
-                sources[:] = [s for s in sources if s not in node.all_input_nodes]
     inputs = iter(flat)
     for node in graph.nodes:
         if node.op == "placeholder":
