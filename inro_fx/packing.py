@@ -34,10 +34,13 @@ class Packer:
         decision = self.chosen.decisions[name]
         matrix = decision.layout.matrix(self.session.tensor(name).detach())
         parts = self.parts[name] = decision.scheme.pack(matrix)
-        restored = decision.scheme.unpack(parts, decision.layout.columns, decision.constant.dtype)
+
+        def restore(rows: slice) -> Tensor:
+            piece = {part: value if part in decision.single_row else value[rows] for part, value in parts.items()}
+            return decision.scheme.unpack(piece, decision.layout.columns, decision.constant.dtype)
         scale = parts.get("scale")
         self.facts[name] = dict(
-            error=weight_error(matrix, restored),
+            error=weight_error(matrix, restore),
             bytes=sum(p.numel() * p.element_size() for p in parts.values()),
             scale=None if scale is None or not scale.numel() else (scale.min().item(), scale.mean().item(), scale.max().item()))
         return parts

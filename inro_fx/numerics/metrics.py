@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -37,15 +38,15 @@ def _relative(noise: float, signal: float) -> float:
     return 0.0 if noise == 0 else math.sqrt(noise / signal) if signal > 0 else math.inf
 
 
-def weight_error(weight: Tensor, restored: Tensor) -> WeightError:
-    """The error of ``restored`` as a copy of ``weight``, summed in float64 block by block."""
+def weight_error(matrix: Tensor, restore: Callable[[slice], Tensor]) -> WeightError:
+    """The error of a copy of ``matrix`` [out, in] whose rows ``restore`` gives, summed in float64 a block of rows at a time."""
     noise = signal = largest = 0.0
-    a, b = (weight.reshape(1, -1), restored.reshape(1, -1)) if weight.dim() < 2 else (weight.flatten(1), restored.flatten(1))
-    step = max(1, (1 << 19) // max(a.shape[1], 1))
-    for start in range(0, a.shape[0] if a.numel() else 0, step):
-        x = a[start:start + step]
+    step = max(1, (1 << 19) // max(matrix.shape[1], 1))
+    for start in range(0, matrix.shape[0] if matrix.numel() else 0, step):
+        rows = slice(start, start + step)
+        x = matrix[rows]
         x = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        difference = x - b[start:start + step].to(x.dtype)
+        difference = x - restore(rows).to(x.dtype)
         noise += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
         signal += torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
         largest = max(largest, difference.abs().max().item())
