@@ -61,13 +61,13 @@ class Capture:
         if module._inro_changed is not None:
             return module._inro_changed
         if not torch.compiler.is_compiling():
-            for siblings, name, child in module._inro_inside:
+            for siblings, name, child, hooks in module._inro_inside:
                 if siblings.get(name) is not child:
                     return f"{name} was replaced"
                 state = child.__dict__
                 if state["training"]:
                     return "training mode"
-                if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
+                if len(state["_forward_hooks"]) + len(state["_forward_pre_hooks"]) + len(state["_backward_hooks"]) != hooks:
                     return f"hooks on {name}"
                 if "forward" in state:
                     return f"{name}.forward was replaced"
@@ -159,7 +159,7 @@ class GraphForward(nn.Module):
     _inro_strict: bool
     _inro_calls: Counter
     _inro_float_dtypes: tuple[torch.dtype, torch.dtype]      # of the weights: when captured, and now
-    _inro_inside: list[tuple[dict, str, nn.Module]]          # the modules that the graph stands for: (siblings, name, module)
+    _inro_inside: list[tuple[dict, str, nn.Module, int]]     # modules that the graph stands for: siblings, name, module, hooks
     _inro_changed: str | None                                # an attribute that was set after the capture
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -369,14 +369,15 @@ def attach_graph(module: nn.Module, capture: Capture, strict: bool = False) -> N
     module._inro_compile()
 
 
-def _inside(module: nn.Module, graph: fx.Graph) -> list[tuple[dict, str, nn.Module]]:
+def _inside(module: nn.Module, graph: fx.Graph) -> list[tuple[dict, str, nn.Module, int]]:
     """The modules below ``module`` whose code the graph stands for: leaves that it calls look after themselves."""
     called = {str(n.target) for n in graph.nodes if n.op == "call_module"}
     found = []
     for path, child in module.named_modules():
         if path and not any(path == c or path.startswith(c + ".") for c in called):
             parent, _, name = path.rpartition(".")
-            found.append((module.get_submodule(parent)._modules, name, child))
+            hooks = len(child._forward_hooks) + len(child._forward_pre_hooks) + len(child._backward_hooks)
+            found.append((module.get_submodule(parent)._modules, name, child, hooks))
     return found
 
 
