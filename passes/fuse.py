@@ -12,16 +12,18 @@ projections of attention). What is not fused stays unpack-then-operator, and say
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
 
-from .carriers import carrier_of
+from .carriers import Use, carrier_of
 from .constants import Alias
 from .targets import Decision, uses_of
 
 __all__ = ["fuse"]
+
+Operator = tuple[Callable, tuple[Any, ...]]          # of a scheme: the function and its trailing arguments
 
 
 def fuse(graph: fx.Graph, decisions: Mapping[str, Decision]) -> fx.Graph:
@@ -31,8 +33,7 @@ def fuse(graph: fx.Graph, decisions: Mapping[str, Decision]) -> fx.Graph:
             decision = decisions.get(use.constant)
             if decision is None:
                 continue
-            rule = RULES.get(use.op)
-            reason = rule(graph, node, use.operand, decision) if rule is not None else _no_operator(decision, use.op)
+            reason = _fuse(graph, node, use, decision)
             if reason is not None:
                 node.meta["kernel"] = f"dequantize + {use.op}"
                 node.meta["unfused"] = reason
@@ -48,30 +49,32 @@ def drop_unpacking(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _no_operator(decision: Decision, op: str) -> str:
-    found = decision.scheme.operator(op)
-    return found if isinstance(found, str) else f"no rule fuses {op}"
-
-
-def _linear(graph: fx.Graph, node: fx.Node, operand: str, decision: Decision) -> str | None:
-    """linear, matmul and addmm whose weight is a 2-D constant, or rows of one: why it cannot be fused, or None when it was."""
-    found = decision.scheme.operator("linear")
+def _fuse(graph: fx.Graph, node: fx.Node, use: Use, decision: Decision) -> str | None:
+    """Why a use of a decided weight stays unpacking and operator, or None when it is one call now."""
+    operator, rule = RULES.get(use.op, (use.op, None))
+    found = decision.scheme.operator(operator)
     if isinstance(found, str):
         return found
+    if rule is None:
+        return f"no rule fuses {use.op}"
     carrier = carrier_of(node.target)
     assert carrier is not None
-    call = carrier.bind(node.args, node.kwargs)
-    weight = call[operand]
+    return rule(graph, node, carrier.bind(node.args, node.kwargs), use, decision, found)
+
+
+def _linear(graph: fx.Graph, node: fx.Node, call: dict[str, Any], use: Use, decision: Decision, found: Operator) -> str | None:
+    """linear, matmul and addmm whose weight is a 2-D constant, or rows of one: why it cannot be fused, or None when it was."""
+    weight = call[use.operand]
     alias: Alias = weight.meta["alias"]
     x, bias = {"linear": (call.get("input"), call.get("bias")), "matmul": (call.get("input"), None),
-               "addmm": (call.get("mat1"), call.get("bias"))}[carrier.op]
-    if operand in ("input", "mat1", "batch1"):
+               "addmm": (call.get("mat1"), call.get("bias"))}[use.op]
+    if use.operand in ("input", "mat1", "batch1"):
         return "the weight is the left factor"
     if len(decision.constant.shape) != 2 or not alias.view:
         return "the weight is not a plain matrix"
-    if carrier.op == "addmm" and (call.get("beta", 1) != 1 or call.get("alpha", 1) != 1 or _rank(bias) != 1):
+    if use.op == "addmm" and (call.get("beta", 1) != 1 or call.get("alpha", 1) != 1 or _rank(bias) != 1):
         return "addmm with a scaled or two-dimensional bias"
-    out, inner = (0, 1) if carrier.op == "linear" else (1, 0)
+    out, inner = (0, 1) if use.op == "linear" else (1, 0)
     row, column = decision.layout.channels, decision.layout.reduced
     if len(alias.axes) != 2 or not _runs(alias, out, row, decision) or not _runs(alias, inner, column, decision):
         return "the weight is used along another axis than it is stored"
@@ -97,15 +100,9 @@ def _linear(graph: fx.Graph, node: fx.Node, operand: str, decision: Decision) ->
     return None
 
 
-def _embedding(graph: fx.Graph, node: fx.Node, operand: str, decision: Decision) -> str | None:
+def _embedding(graph: fx.Graph, node: fx.Node, call: dict[str, Any], use: Use, decision: Decision, found: Operator) -> str | None:
     """A lookup in a whole table: rows are gathered as codes and dequantized after."""
-    found = decision.scheme.operator("embedding")
-    if isinstance(found, str):
-        return found
-    carrier = carrier_of(node.target)
-    assert carrier is not None
-    call = carrier.bind(node.args, node.kwargs)
-    weight = call[operand]
+    weight = call[use.operand]
     alias: Alias = weight.meta["alias"]
     if call.get("max_norm") is not None:
         return "max_norm changes the table"
@@ -122,7 +119,9 @@ def _embedding(graph: fx.Graph, node: fx.Node, operand: str, decision: Decision)
     return None
 
 
-RULES = {"linear": _linear, "matmul": _linear, "addmm": _linear, "embedding": _embedding}
+# an operation on a weight: the operator of the scheme that does it, and the rule that decides and replaces
+RULES = {"linear": ("linear", _linear), "matmul": ("linear", _linear), "addmm": ("linear", _linear),
+         "embedding": ("embedding", _embedding)}
 
 
 def _rank(value: Any) -> int | None:
