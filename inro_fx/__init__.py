@@ -18,7 +18,6 @@ from .api import quantize_graph  # noqa: E402 - after the check of the version
 from .benchmark import Benchmark, Timing, benchmark  # noqa: E402
 from .draw import draw, to_networkx  # noqa: E402
 from .errors import (  # noqa: E402
-    FileError,
     GraphNotTaken,
     InputError,
     InroError,
@@ -34,7 +33,6 @@ from .schemes import SCHEMES, Scheme, uniform  # noqa: E402
 __all__ = [
     "SCHEMES",
     "Benchmark",
-    "FileError",
     "GraphNotTaken",
     "InputError",
     "InroError",

@@ -4,18 +4,13 @@
       ModelError(ValueError)      the model cannot be quantized: no data in its weights, already quantized, scripted
       InputError(ValueError)      the example inputs or calibration inputs do not fit the model
       SchemeError(ValueError)     an unknown scheme name, an impossible quant_max or group size
-      FileError(ValueError)       a file that was not written by inro_fx, or not for this model
       MissingTool(RuntimeError)   a program that a picture needs is not installed
     PassError(RuntimeError)       a broken invariant inside the compiler: a defect of inro_fx, please report it
 """
 
 from .passes.failures import GraphNotTaken, InputError, InroError, ModelError, PassError, SchemeError
 
-__all__ = ["FileError", "GraphNotTaken", "InputError", "InroError", "MissingTool", "ModelError", "PassError", "SchemeError"]
-
-
-class FileError(InroError, ValueError):
-    """A file that inro_fx did not write, or that belongs to another model."""
+__all__ = ["GraphNotTaken", "InputError", "InroError", "MissingTool", "ModelError", "PassError", "SchemeError"]
 
 
 class MissingTool(InroError, RuntimeError):

@@ -72,7 +72,9 @@ def install(session: Session, chosen: Plan, graphs: Mapping[str, fx.Graph], part
         if path in session.captures:
             captured.graph = graphs[path]
         else:
-            captured.graph = fuse(quantize(captured.graph, chosen.decisions, path), chosen.decisions)
+            quantized = quantize(captured.graph, chosen.decisions, path)
+            verify(quantized, module, chosen.decisions, after="quantize")
+            captured.graph = fuse(quantized, chosen.decisions)
             verify(captured.graph, module, chosen.decisions, after="fuse")
         attach_graph(module, captured, strict)
     session.forget_tensors()
