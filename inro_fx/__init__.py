@@ -18,6 +18,7 @@ from .api import quantize_graph  # noqa: E402 - after the check of the version
 from .benchmark import Benchmark, Timing, benchmark  # noqa: E402
 from .draw import draw, to_networkx  # noqa: E402
 from .errors import (  # noqa: E402
+    FileError,
     GraphNotTaken,
     InputError,
     InroError,
@@ -28,11 +29,13 @@ from .errors import (  # noqa: E402
 )
 from .kernels import kernels  # noqa: E402 - the function; the package of that name stays importable
 from .report import Report, Row, Skipped, report  # noqa: E402
+from .save import load, save  # noqa: E402
 from .schemes import SCHEMES, Scheme, uniform  # noqa: E402
 
 __all__ = [
     "SCHEMES",
     "Benchmark",
+    "FileError",
     "GraphNotTaken",
     "InputError",
     "InroError",
@@ -48,8 +51,10 @@ __all__ = [
     "benchmark",
     "draw",
     "kernels",
+    "load",
     "quantize_graph",
     "report",
+    "save",
     "to_networkx",
     "uniform",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +26,7 @@ from .passes.session import Session
 from .passes.state import clone, make_independent, prepare, put_state
 from .passes.targets import Overrides, find_targets, plan
 from .passes.verify import verify
+from .progress import progress_bar
 from .report import make_record, stored_bytes
 from .schemes import find_scheme
 
@@ -203,17 +203,3 @@ def _unchanged_if_it_fails(model: nn.Module, inplace: bool) -> Iterator[None]:
                 detach_graph(module)
                 module.training = mode
         raise
-
-
-@contextmanager
-def progress_bar(total: int, label: str) -> Iterator[Any]:
-    """A tqdm bar where tqdm is installed and somebody looks at a terminal; silence elsewhere."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda: None
-        return
-    with tqdm(total=total, desc=label, leave=False, disable=not sys.stderr.isatty()) as bar:
-        yield bar.update
-
-

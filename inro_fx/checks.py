@@ -14,8 +14,8 @@ from .passes.module import PackedWeights
 __all__ = ["check_model"]
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuses, by name and with the way out, what cannot be quantized."""
+def check_model(model: nn.Module, skeleton: bool = False) -> None:
+    """Refuses, by name and with the way out, what cannot be quantized; a ``skeleton`` may be on the meta device."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     kinds: tuple = ((nn.DataParallel, "pass model.module"), (nn.parallel.DistributedDataParallel, "pass model.module"),
@@ -32,5 +32,5 @@ def check_model(model: nn.Module) -> None:
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
             raise ModelError(f"{name} is not initialized yet: run the model once before quantizing it")
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta" and not skeleton:
             raise ModelError(f"{name} is on the meta device and has no data: load the weights before quantizing")

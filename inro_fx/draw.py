@@ -11,7 +11,6 @@ import dataclasses
 import math
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import graphviz
 import networkx as nx
 from torch import fx, nn
 
+from .atomic import write_bytes
 from .errors import InroError, MissingTool, ModelError
 from .passes.carriers import name_of_target
 from .report import Record, _percent
@@ -204,22 +204,8 @@ def draw(model: nn.Module, path: str | os.PathLike[str]) -> Path:
             raise MissingTool(f"drawing {file.suffix} needs the program dot: install Graphviz (apt-get install graphviz, "
                               f"brew install graphviz), or draw to .txt or .dot")
         else:
-            return _write(file, source.pipe(file.suffix[1:]))
-    return _write(file, text.encode())
-
-
-def _write(file: Path, data: bytes) -> Path:
-    """All of it or nothing: written beside the target, then moved there."""
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    try:
-        with os.fdopen(handle, "wb") as out:
-            out.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return file
+            return write_bytes(file, source.pipe(file.suffix[1:]))
+    return write_bytes(file, text.encode())
 
 
 def _colour(box: Box) -> str:

@@ -4,13 +4,18 @@
       ModelError(ValueError)      the model cannot be quantized: no data in its weights, already quantized, scripted
       InputError(ValueError)      the example inputs or calibration inputs do not fit the model
       SchemeError(ValueError)     an unknown scheme name, an impossible quant_max or group size
+      FileError(ValueError)       a saved model that is damaged, foreign, newer, or of another architecture
       MissingTool(RuntimeError)   a program that a picture needs is not installed
     PassError(RuntimeError)       a broken invariant inside the compiler: a defect of inro_fx, please report it
 """
 
 from .passes.failures import GraphNotTaken, InputError, InroError, ModelError, PassError, SchemeError
 
-__all__ = ["GraphNotTaken", "InputError", "InroError", "MissingTool", "ModelError", "PassError", "SchemeError"]
+__all__ = ["FileError", "GraphNotTaken", "InputError", "InroError", "MissingTool", "ModelError", "PassError", "SchemeError"]
+
+
+class FileError(InroError, ValueError):
+    """A file that does not hold what was asked of it; nothing was taken from it."""
 
 
 class MissingTool(InroError, RuntimeError):

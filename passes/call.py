@@ -60,16 +60,22 @@ class Call:
     passed: tuple[int, frozenset[str]] = (0, frozenset())      # how many values came by position, and which by keyword
 
     @classmethod
-    def of(cls, forward: Callable, args: tuple, kwargs: dict) -> tuple[Call, list[Any]]:
-        """The call's description without leaves, and the values of the parameters in order."""
+    def describe(cls, forward: Callable) -> Call:
+        """What the signature of ``forward`` says; the leaves are those of no call yet."""
         parameters = inspect.signature(forward).parameters.values()
         by_kind = {kind: [p.name for p in parameters if p.kind is kind] for kind in inspect._ParameterKind}
         variadic = next(iter(by_kind[inspect.Parameter.VAR_POSITIONAL]), None)
         keywords = next(iter(by_kind[inspect.Parameter.VAR_KEYWORD]), None)
         named = [p for p in parameters if p.name not in (variadic, keywords)]
         extra = [name for name in (variadic, keywords) if name]
-        call = cls(tuple([p.name for p in named] + extra), tuple(p.default for p in named), variadic, keywords,
-                   frozenset(by_kind[inspect.Parameter.KEYWORD_ONLY]), passed=(len(args), frozenset(kwargs)))
+        return cls(tuple([p.name for p in named] + extra), tuple(p.default for p in named), variadic, keywords,
+                   frozenset(by_kind[inspect.Parameter.KEYWORD_ONLY]))
+
+    @classmethod
+    def of(cls, forward: Callable, args: tuple, kwargs: dict) -> tuple[Call, list[Any]]:
+        """The call's description without leaves, and the values of the parameters in order."""
+        call = cls.describe(forward)
+        call.passed = (len(args), frozenset(kwargs))
         values = call.bind(args, kwargs)
         if isinstance(values, str):
             inspect.signature(forward).bind(*args, **kwargs)           # raises Python's own words

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Sequence
+from typing import Any
 
 from ..errors import SchemeError
 from ..passes.scheme import Scheme
@@ -14,9 +16,28 @@ from .int8_rowwise_full import int8_rowwise_full
 from .int8_tensor import int8_tensor
 from .uniform import Uniform, uniform
 
-__all__ = ["SCHEMES", "Int8Dynamic", "Scheme", "Uniform", "find_scheme", "uniform"]
+__all__ = ["SCHEMES", "Int8Dynamic", "Scheme", "Uniform", "describe_scheme", "find_scheme", "read_scheme", "uniform"]
 
 SCHEMES: tuple[Scheme, ...] = (int8, int8_tensor, int8_dynamic, int8_rowwise_full, int4)
+
+
+_CLASSES = {c.__name__: c for c in (Uniform, Int8Dynamic)}
+
+
+def describe_scheme(scheme: Scheme) -> dict[str, Any]:
+    """A scheme as plain data: all of its numbers if it is of this package, its name if it is somebody's own."""
+    if isinstance(scheme, Uniform) and type(scheme) in _CLASSES.values():
+        return {"kind": type(scheme).__name__, **dataclasses.asdict(scheme)}
+    return {"name": scheme.name}
+
+
+def read_scheme(description: dict[str, Any], given: Sequence[Scheme]) -> Scheme | Uniform:
+    """The inverse of `describe_scheme`; somebody's own scheme must be among ``given``, or `SchemeError` says so."""
+    own = next((s for s in given if s.name == description["name"]), None)
+    if own is not None or "kind" not in description:
+        return own if own is not None else find_scheme(description["name"], (*given, *SCHEMES))
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items() if k != "kind"}
+    return _CLASSES[description["kind"]](**fields)
 
 
 def find_scheme(scheme: str | Scheme, known: Sequence[Scheme] = SCHEMES) -> Scheme:

@@ -1,0 +1,408 @@
+"""A capture as JSON, for files: names and numbers only, nothing that reading it could run.
+
+A file may be damaged or hostile. So a function's name leads to a function only through `functions` (operators on
+tensors, arithmetic), a method must be one of a tensor or a container, attributes must be there on the module, and the
+classes of outputs are looked up, never imported, in the packages that the model's own classes come from.
+
+What JSON cannot say is a dict with one key, its tag: ``{"dtype": "float32"}``, ``{"tuple": [...]}``; see `FORMS`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import dataclasses
+import enum
+import functools
+import keyword
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import treespec_dumps, treespec_loads
+
+from .call import Call, ConstantLeaf, Slot, TensorLeaf
+from .constants import Alias
+from .module import Capture, user_class
+from .scheme import Scheme
+from .trace import FACTORIES, guard
+
+__all__ = ["Codec", "NotStored"]
+
+
+class NotStored(Exception):
+    """A capture that a file cannot hold, or that this process cannot take from one; the text is the reason."""
+
+
+# ---- what names may lead to ----
+
+NAMESPACES: tuple[tuple[str, Any], ...] = (
+    ("torch", torch), ("torch.nn.functional", torch.nn.functional), ("torch.functional", torch.functional),
+    ("torch.special", torch.special), ("torch.fft", torch.fft), ("torch.linalg", torch.linalg),
+    ("torch._C._nn", torch._C._nn), ("torch._C._special", torch._C._special),
+    ("torch._C._fft", torch._C._fft), ("torch._C._linalg", torch._C._linalg))
+BUILTINS = ("abs", "bool", "complex", "divmod", "float", "getattr", "int", "len", "max", "min", "pow", "round", "slice", "sum")
+NOT_ARITHMETIC = ("attrgetter", "call", "itemgetter", "methodcaller")
+CONTAINER_METHODS = ("append", "copy", "count", "extend", "get", "index", "insert", "items", "keys", "pop", "update", "values")
+OPERATOR_METHODS = tuple(f"__{n}__" for n in (
+    "abs add and bool contains eq floordiv ge getitem gt iadd iand ifloordiv imod imul index int invert ior ipow isub itruediv "
+    "ixor le len lshift lt matmul mod mul ne neg or pos pow radd rand rfloordiv rmatmul rmod rmul ror rpow rshift rsub rtruediv "
+    "rxor setitem sub truediv xor").split())
+META = ("example", "kernel", "module", "rows", "target", "unpacks", "weight_dtype")
+
+
+@functools.cache
+def functions() -> dict[str, Callable]:
+    """Every function that a stored graph may call, by name: those that take tensors, and arithmetic."""
+    overridable = {id(f) for f in torch.overrides.get_testing_overrides()}
+    found: dict[str, Callable] = {"inro_fx.guard": guard}
+    found.update({f"builtins.{name}": getattr(builtins, name) for name in BUILTINS})
+    for prefix, namespace in (("operator", operator), ("math", math)):
+        found.update({f"{prefix}.{name}": value for name, value in vars(namespace).items()
+                      if callable(value) and not name.startswith("_") and name not in NOT_ARITHMETIC})
+    for prefix, namespace in NAMESPACES:
+        found.update({f"{prefix}.{name}": value for name, value in vars(namespace).items()
+                      if callable(value) and not isinstance(value, type)
+                      and (id(value) in overridable or name.startswith("sym_") or (prefix == "torch" and value in FACTORIES))})
+    return found
+
+
+@functools.cache
+def _names() -> dict[int, str]:
+    return {id(function): name for name, function in reversed(functions().items())}
+
+
+def _method(name: Any) -> str:
+    if isinstance(name, str) and name.isidentifier() and (
+            name in CONTAINER_METHODS or name in OPERATOR_METHODS or (hasattr(Tensor, name) and not name.startswith("_"))):
+        return name
+    raise NotStored(f"it calls the method {name}")
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _takes_tensor(overload: Any) -> bool:
+    return any("Tensor" in str(a.type) for a in overload._schema.arguments)
+
+
+# ---- values ----
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How values of one ``kind`` are written under ``tag``: ``encode(codec, value)`` gives JSON, ``decode`` is its inverse."""
+
+    tag: str
+    kind: Callable[[Any], bool]
+    encode: Callable[[Codec, Any], Any]
+    decode: Callable[[Codec, Any], Any]
+
+
+class Codec:
+    """Values, graphs and captures to JSON and back.
+
+    ``modules`` are the model's, whose packages may name classes; ``schemes`` those whose own operators graphs may call.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], schemes: Iterable[Scheme] = ()):
+        self.packages = {"builtins", "collections", "torch"}
+        for module in modules:
+            self.packages |= {c.__module__.partition(".")[0] for c in user_class(module).__mro__}
+        self.operators: dict[str, Callable] = {}
+        for scheme in schemes:
+            for op in ("linear", "embedding"):
+                found = scheme.operator(op)
+                if not isinstance(found, str):
+                    self.operators[f"{scheme.name}:{op}"] = found[0]
+        self.nodes: dict[str, fx.Node] = {}
+        self._open: set[int] = set()
+
+    def encode(self, value: Any) -> Any:
+        """``value`` as JSON. Raises `NotStored` for what has no form."""
+        kind = type(value)
+        if kind in (type(None), bool, int, float, str):
+            return value
+        if id(value) in self._open:
+            raise NotStored("it returns an object that contains itself")
+        self._open.add(id(value))
+        try:
+            if kind is list or isinstance(value, fx.immutable_collections.immutable_list):
+                return [self.encode(v) for v in value]
+            for form in FORMS:
+                if form.kind(value):
+                    return {form.tag: form.encode(self, value)}
+        finally:
+            self._open.discard(id(value))
+        raise NotStored(f"it holds a {kind.__name__}")
+
+    def decode(self, data: Any) -> Any:
+        """The inverse of `encode`."""
+        if type(data) is list:
+            return [self.decode(d) for d in data]
+        if type(data) is not dict:
+            return data
+        (tag, content), = data.items()
+        return _BY_TAG[tag].decode(self, content)
+
+    # -- classes and functions --
+
+    def name_class(self, kind: type) -> str:
+        name = _class_name(kind)
+        try:
+            found = self.find_class(name)
+        except NotStored:
+            found = None
+        if found is not kind:
+            raise NotStored(f"the class {kind.__name__} cannot be found by name")
+        return name
+
+    def find_class(self, name: str) -> type:
+        path, _, qualname = name.partition(":")
+        value: Any = sys.modules.get(path) if path.partition(".")[0] in self.packages else None
+        for piece in qualname.split("."):
+            value = vars(value).get(piece) if value is not None and hasattr(value, "__dict__") else None
+        if not isinstance(value, type):
+            raise NotStored(f"the class {name} is not among the model's")
+        return value
+
+    def name_function(self, function: Callable) -> Any:
+        if isinstance(function, torch._ops.OpOverload) and _takes_tensor(function):
+            return str(function)
+        if id(function) in _names():
+            return _names()[id(function)]
+        for name, mine in self.operators.items():
+            if mine is function:
+                return "scheme:" + name
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and function == owner.apply:
+            return "apply:" + self.name_class(owner)
+        raise NotStored(f"it calls {getattr(function, '__name__', function)}, which is no operator of torch")
+
+    def find_function(self, name: str) -> Callable:
+        if name in functions():
+            return functions()[name]
+        kind, _, rest = name.partition(":")
+        if kind == "scheme" and rest in self.operators:
+            return self.operators[rest]
+        if kind == "apply" and issubclass(owner := self.find_class(rest), torch.autograd.Function):
+            return owner.apply
+        space, _, rest = name.partition(".")
+        base, _, overload = rest.rpartition(".")
+        packet = getattr(getattr(torch.ops, space), base, None) if base.isidentifier() and not space.startswith("_") else None
+        found = getattr(packet, overload, None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
+        if isinstance(found, torch._ops.OpOverload) and _takes_tensor(found):
+            return found
+        raise NotStored(f"it calls {name}, which torch {torch.__version__} does not have")
+
+    # -- graphs --
+
+    def encode_graph(self, graph: fx.Graph) -> list[list]:
+        """One row for each node: [op, name, target, args, kwargs, notes]."""
+        return [[n.op, n.name, n.target if isinstance(n.target, str) else self.name_function(n.target),
+                 self.encode(tuple(n.args)), self.encode(dict(n.kwargs)), self._notes(n)] for n in graph.nodes]
+
+    def _notes(self, node: fx.Node) -> dict[str, Any]:
+        if node.op == "call_method":
+            _method(node.target)
+        notes = {key: self.encode(node.meta[key]) for key in META if key in node.meta}
+        alias = node.meta.get("alias")
+        return notes if alias is None else {**notes, "alias": [self.encode(v) for v in dataclasses.astuple(alias)]}
+
+    def decode_graph(self, rows: list[list], module: nn.Module) -> fx.Graph:
+        """The graph, if it only reads what ``module`` has and calls what it may."""
+        graph = fx.Graph()
+        self.nodes = {}
+        for op, name, target, args, kwargs, notes in rows:
+            args, kwargs = self.decode(args), self.decode(kwargs)
+            if not isinstance(args, tuple) or not all(k.isidentifier() and not keyword.iskeyword(k) for k in (*kwargs, name)):
+                raise ValueError(f"node {name}")
+            node = graph.create_node(op, self._target(op, target, args, module), args, kwargs, name)
+            node.meta = {key: self.decode(value) for key, value in notes.items() if key in META}
+            if "alias" in notes:
+                node.meta["alias"] = Alias(*[self.decode(v) for v in notes["alias"]])
+            self.nodes[name] = node
+        return graph
+
+    def _target(self, op: str, target: str, args: tuple, module: nn.Module) -> Any:
+        if op == "call_function":
+            function = self.find_function(target)
+            if function is getattr and not (len(args) == 2 and isinstance(args[1], str) and not args[1].startswith("_")):
+                raise NotStored("it reads a private attribute")
+            return function
+        if op == "call_method":
+            return _method(target)
+        if op in ("get_attr", "call_module"):
+            owner = module.get_submodule(target if op == "call_module" else target.rpartition(".")[0])
+            if op == "get_attr" and not isinstance(getattr(owner, target.rpartition(".")[2], None), Tensor):
+                raise AttributeError(target)
+        elif not (op == "output" or (op == "placeholder" and target.isidentifier() and not keyword.iskeyword(target))):
+            raise ValueError(f"a node that is {op} {target}")
+        return target
+
+    # -- captures --
+
+    def encode_capture(self, capture: Capture) -> dict[str, Any]:
+        """Raises `NotStored` with the reason for one that JSON cannot say."""
+        call = capture.call
+        leaves = []
+        for index, group in enumerate(call.leaves):
+            default = call.defaults[index] if index < len(call.defaults) else None
+            leaves.append([self._leaf(leaf, default) for leaf in group])
+        try:
+            specs = [None if spec is None else treespec_dumps(spec) for spec in call.specs]
+        except (NotImplementedError, TypeError) as error:
+            raise NotStored(f"its arguments have a structure without a name ({error})") from error
+        return dict(path=capture.path, kind=capture.kind, graph=self.encode_graph(capture.graph), names=list(call.names),
+                    specs=specs, leaves=leaves, facts=sorted(call.facts), count=call.passed[0], keywords=sorted(call.passed[1]),
+                    template=self.encode(capture.template))
+
+    def _leaf(self, leaf: Any, default: Any) -> list:
+        if isinstance(leaf, TensorLeaf):
+            return [leaf.name, leaf.rank, self.encode(leaf.dtype), self.encode(leaf.device)]
+        if leaf.value is default and default is not None:
+            return [leaf.name, "default"]
+        try:
+            return [leaf.name, "constant", self.encode(leaf.value)]
+        except NotStored:
+            raise NotStored(f"the example passes a {type(leaf.value).__name__} for {leaf.name}") from None
+
+    def decode_capture(self, data: Mapping[str, Any], module: nn.Module) -> Capture:
+        """Raises `NotStored` where this process lacks something, and what Python raises where the data make no sense."""
+        call = Call.describe(user_class(module).forward.__get__(module))
+        if list(call.names) != data["names"]:
+            raise NotStored(f"forward takes ({', '.join(call.names)}) here and ({', '.join(data['names'])}) in the file")
+        if any(spec is not None and "__enum__" in spec for spec in data["specs"]):      # torch would import what it names
+            raise NotStored("its arguments are structured by an enum")
+        specs = tuple(None if spec is None else treespec_loads(spec) for spec in data["specs"])
+        leaves = tuple(tuple(self._read_leaf(leaf, call.defaults[i] if i < len(call.defaults) else None) for leaf in group)
+                       for i, group in enumerate(data["leaves"]))
+        if not len(specs) == len(leaves) == len(call.names):
+            raise ValueError("another number of parameters")
+        call = dataclasses.replace(call, specs=specs, leaves=leaves, facts=frozenset(data["facts"]),
+                                   passed=(int(data["count"]), frozenset(data["keywords"])))
+        graph = self.decode_graph(data["graph"], module)
+        return Capture(str(data["path"]), str(data["kind"]), graph, call, self.decode(data["template"]))
+
+    def _read_leaf(self, leaf: list, default: Any) -> TensorLeaf | ConstantLeaf:
+        if leaf[1] == "default":
+            return ConstantLeaf(leaf[0], default)
+        if leaf[1] == "constant":
+            return ConstantLeaf(leaf[0], self.decode(leaf[2]))
+        return TensorLeaf(leaf[0], leaf[1], self.decode(leaf[2]), self.decode(leaf[3]))
+
+
+# ---- TABLE: the forms of values, the first that fits ----
+
+def _is_record(value: Any) -> bool:
+    """A dataclass that is a mapping too, as the outputs of transformers."""
+    return dataclasses.is_dataclass(value) and isinstance(value, Mapping)
+
+
+def _make_named(codec: Codec, data: list) -> Any:
+    kind = codec.find_class(data[0])
+    items = [codec.decode(d) for d in data[1]]
+    if not issubclass(kind, tuple):
+        raise NotStored(f"{data[0]} is no tuple")
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+
+
+def _record_fields(codec: Codec, value: Any) -> list:
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)} | dict(value)
+    return [codec.name_class(type(value)), {k: codec.encode(v) for k, v in fields.items() if v is not None}]
+
+
+def _make_record(codec: Codec, data: list) -> Any:
+    kind = codec.find_class(data[0])
+    if not (dataclasses.is_dataclass(kind) and issubclass(kind, Mapping)):
+        raise NotStored(f"{data[0]} is no mapping")
+    return kind(**{k: codec.decode(v) for k, v in data[1].items()})
+
+
+def _make_mapping(codec: Codec, data: list) -> Any:
+    kind = codec.find_class(data[0])
+    if not issubclass(kind, dict):
+        raise NotStored(f"{data[0]} is no dict")
+    new = kind.__new__(kind)
+    put = collections.OrderedDict.__setitem__ if issubclass(kind, collections.OrderedDict) else dict.__setitem__
+    for key, value in data[1]:
+        put(new, codec.decode(key), codec.decode(value))
+    for key, value in data[2].items():
+        object.__setattr__(new, key, codec.decode(value))
+    return new
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = dict(getattr(value, "__dict__", {}))
+    if dataclasses.is_dataclass(value):
+        found = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)} | found
+    return found
+
+
+def _is_plain_object(value: Any) -> bool:
+    return not callable(value) and not isinstance(value, (nn.Module, Tensor, list, dict, set, str, int, float)) and \
+        (hasattr(value, "__dict__") or dataclasses.is_dataclass(value)) and type(value).__module__.partition(".")[0] != "torch"
+
+
+def _make_object(codec: Codec, data: list) -> Any:
+    kind = codec.find_class(data[0])
+    if kind.__module__.partition(".")[0] in ("torch", "builtins", "collections") or issubclass(kind, nn.Module):
+        raise NotStored(f"{data[0]} is no output")
+    new = object.__new__(kind)
+    for key, value in data[1].items():
+        object.__setattr__(new, key, codec.decode(value))
+    return new
+
+
+def _pairs(codec: Codec, value: Mapping) -> list:
+    return [[codec.encode(k), codec.encode(v)] for k, v in value.items()]
+
+
+def _of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds
+
+
+def _named(prefix: str) -> tuple[Callable, Callable]:
+    """For torch.float32 and its like: the name without ``torch.``, looked up on torch."""
+    def decode(codec: Codec, name: str) -> Any:
+        value = getattr(torch, name)
+        if type(value).__name__ != prefix:
+            raise ValueError(f"{name} is no {prefix}")
+        return value
+    return (lambda codec, value: str(value).removeprefix("torch.")), decode
+
+
+FORMS: tuple[Form, ...] = (
+    Form("node", lambda v: isinstance(v, fx.Node), lambda c, v: v.name, lambda c, d: c.nodes[d]),
+    Form("slot", _of(Slot), lambda c, v: v.index, lambda c, d: Slot(int(d))),
+    Form("tuple", lambda v: type(v) is tuple, lambda c, v: [c.encode(x) for x in v], lambda c, d: tuple([c.decode(x) for x in d])),
+    Form("dict", lambda v: type(v) is dict or isinstance(v, fx.immutable_collections.immutable_dict), _pairs,
+         lambda c, d: {c.decode(k): c.decode(v) for k, v in d}),
+    Form("dtype", _of(torch.dtype), *_named("dtype")),
+    Form("layout", _of(torch.layout), *_named("layout")),
+    Form("memory_format", _of(torch.memory_format), *_named("memory_format")),
+    Form("device", _of(torch.device), lambda c, v: "cpu", lambda c, d: torch.device(d)),      # a file is about CPUs; .to() follows
+    Form("slice", _of(slice), lambda c, v: [c.encode(x) for x in (v.start, v.stop, v.step)],
+         lambda c, d: slice(*[c.decode(x) for x in d])),
+    Form("ellipsis", lambda v: v is ..., lambda c, v: None, lambda c, d: ...),
+    Form("complex", _of(complex), lambda c, v: [v.real, v.imag], lambda c, d: complex(*d)),
+    Form("bytes", _of(bytes), lambda c, v: v.hex(), lambda c, d: bytes.fromhex(d)),
+    Form("size", _of(torch.Size), lambda c, v: list(v), lambda c, d: torch.Size(d)),
+    Form("set", _of(set, frozenset), lambda c, v: [type(v) is frozenset, [c.encode(x) for x in v]],
+         lambda c, d: (frozenset if d[0] else set)(c.decode(x) for x in d[1])),
+    Form("enum", lambda v: isinstance(v, enum.Enum), lambda c, v: [c.name_class(type(v)), v.name],
+         lambda c, d: enum.EnumMeta.__getitem__(c.find_class(d[0]), d[1])),
+    Form("class", lambda v: isinstance(v, type), lambda c, v: c.name_class(v), lambda c, d: c.find_class(d)),
+    Form("named", lambda v: isinstance(v, tuple), lambda c, v: [c.name_class(type(v)), [c.encode(x) for x in v]], _make_named),
+    Form("record", _is_record, _record_fields, _make_record),
+    Form("mapping", lambda v: isinstance(v, dict) and not isinstance(v, collections.defaultdict),
+         lambda c, v: [c.name_class(type(v)), _pairs(c, v), {k: c.encode(x) for k, x in getattr(v, "__dict__", {}).items()}],
+         _make_mapping),
+    Form("object", _is_plain_object, lambda c, v: [c.name_class(type(v)), {k: c.encode(x) for k, x in _attributes(v).items()}],
+         _make_object),
+)
+_BY_TAG = {form.tag: form for form in FORMS}
