@@ -137,6 +137,8 @@ class Call:
                         raise TraceError(f"{name} is a {type(example).__name__}")
                     described.append(TensorLeaf(label, None, None, None))
                     proxies.append(placeholder(label, item))
+                elif not isinstance(item, IMMUTABLE):
+                    raise TraceError(f"takes a {type(item).__name__} as {label}, whose state may differ at the next call")
                 else:
                     described.append(ConstantLeaf(label, item))
                     proxies.append(item)
@@ -174,8 +176,6 @@ class Call:
                     return f"another structure of {self.names[index]}"
             for leaf, item in zip(self.leaves[index], items, strict=True):
                 if isinstance(leaf, ConstantLeaf):
-                    if not isinstance(leaf.value, IMMUTABLE):
-                        return f"{leaf.name} is a {type(leaf.value).__name__}, whose state may differ"
                     if item is not leaf.value and not _equal(item, leaf.value):
                         return f"another value of {leaf.name}"
                     continue

@@ -18,6 +18,7 @@ import keyword
 import math
 import operator
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -59,6 +60,11 @@ META = ("example", "kernel", "module", "rows", "target", "unpacks", "weight_dtyp
 def functions() -> dict[str, Callable]:
     """Every function that a stored graph may call, by name: those that take tensors, and arithmetic."""
     overridable = {id(f) for f in torch.overrides.get_testing_overrides()}
+
+    def takes_tensors(name: str, value: Any) -> bool:
+        packet = getattr(torch.ops.aten, name, None) if isinstance(value, types.BuiltinFunctionType) else None
+        return id(value) in overridable or value in FACTORIES or name.startswith("sym_") or (
+            packet is not None and any(_takes_tensor(getattr(packet, overload)) for overload in packet.overloads()))
     found: dict[str, Callable] = {"inro_fx.guard": guard}
     found.update({f"builtins.{name}": getattr(builtins, name) for name in BUILTINS})
     for prefix, namespace in (("operator", operator), ("math", math)):
@@ -66,8 +72,7 @@ def functions() -> dict[str, Callable]:
                       if callable(value) and not name.startswith("_") and name not in NOT_ARITHMETIC})
     for prefix, namespace in NAMESPACES:
         found.update({f"{prefix}.{name}": value for name, value in vars(namespace).items()
-                      if callable(value) and not isinstance(value, type)
-                      and (id(value) in overridable or name.startswith("sym_") or (prefix == "torch" and value in FACTORIES))})
+                      if callable(value) and not isinstance(value, type) and takes_tensors(name, value)})
     return found
 
 
@@ -88,7 +93,7 @@ def _class_name(kind: type) -> str:
 
 
 def _takes_tensor(overload: Any) -> bool:
-    return any("Tensor" in str(a.type) for a in overload._schema.arguments)
+    return any("Tensor" in str(a.type) and not a.is_out for a in overload._schema.arguments)
 
 
 # ---- values ----
