@@ -26,6 +26,7 @@ from .errors import (  # noqa: E402
     ModelError,
     PassError,
     SchemeError,
+    StateError,
 )
 from .kernels import kernels  # noqa: E402 - the function; the package of that name stays importable
 from .report import Report, Row, Skipped, report  # noqa: E402
@@ -47,6 +48,7 @@ __all__ = [
     "Scheme",
     "SchemeError",
     "Skipped",
+    "StateError",
     "Timing",
     "benchmark",
     "draw",

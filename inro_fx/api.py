@@ -151,6 +151,8 @@ def _quantize(model: nn.Module, example: Example, batches: list[Example], option
     for name, before in session.written.items():
         put_state(root, name, before)
     session.state.restore()
+    for path in {**session.layers, **session.captures}:
+        root.get_submodule(path)._inro_calls.clear()
     if not options.inplace:
         make_independent(root)
     root.__dict__["_inro"] = make_record(session, chosen, targets, graphs, errors, packer.facts, want, got, float_bytes)

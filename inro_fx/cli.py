@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from . import __version__
@@ -20,6 +19,7 @@ from .benchmark import benchmark
 from .draw import draw
 from .errors import InputError, InroError, MissingTool, ModelError
 from .report import report
+from .save import save
 from .schemes import SCHEMES, uniform
 
 __all__ = ["main"]
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     for name, run, text, out in (
-            ("quantize", _quantize, "write the quantized weights, the report and a drawing to a folder", "DIR"),
+            ("quantize", _quantize, "write the quantized model, the report and a drawing to a folder", "DIR"),
             ("report", _report, "print the report; with --out write it as .txt, .json, .csv or .md", "FILE"),
             ("draw", _draw, "draw the quantized graph as .txt, .dot, .svg, .png or .pdf", "FILE"),
             ("bench", _bench, "time the float and the quantized model in turns, whole and layer by layer", "FILE")):
@@ -100,9 +100,7 @@ def _quantize(options: argparse.Namespace) -> None:
     small = _quantized(options)
     print(report(small))
     _write_all(small, options.out)
-    tensors = {name: t.contiguous() for name, t in small.state_dict(keep_vars=False).items()}
-    save_file(_without_shared(tensors), options.out / "weights.safetensors")
-    print(f"wrote {options.out / 'weights.safetensors'}")
+    print(f"wrote {save(small, options.out / 'model.safetensors')}")
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -217,9 +215,3 @@ def _inputs(spec: str) -> Any:
         tensors.append(random)
     return tuple(tensors)
 
-
-def _without_shared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The file keeps one of several names of the same tensor, as safetensors asks."""
-    seen: dict[object, str] = {}
-    return {name: t for name, t in tensors.items()
-            if seen.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else name, name) == name}

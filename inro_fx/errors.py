@@ -5,13 +5,16 @@
       InputError(ValueError)      the example inputs or calibration inputs do not fit the model
       SchemeError(ValueError)     an unknown scheme name, an impossible quant_max or group size
       FileError(ValueError)       a saved model that is damaged, foreign, newer, or of another architecture
+      StateError(RuntimeError)    a float state_dict for a quantized model
+      GraphNotTaken(RuntimeError) with strict=True: a call that the captured graph does not cover
       MissingTool(RuntimeError)   a program that a picture needs is not installed
     PassError(RuntimeError)       a broken invariant inside the compiler: a defect of inro_fx, please report it
 """
 
-from .passes.failures import GraphNotTaken, InputError, InroError, ModelError, PassError, SchemeError
+from .passes.failures import GraphNotTaken, InputError, InroError, ModelError, PassError, SchemeError, StateError
 
-__all__ = ["FileError", "GraphNotTaken", "InputError", "InroError", "MissingTool", "ModelError", "PassError", "SchemeError"]
+__all__ = ["FileError", "GraphNotTaken", "InputError", "InroError", "MissingTool", "ModelError", "PassError", "SchemeError",
+           "StateError"]
 
 
 class FileError(InroError, ValueError):

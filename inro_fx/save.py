@@ -1,10 +1,9 @@
 """save and load: a quantized model as one safetensors file, rebuilt bit for bit from the architecture alone.
 
-The file holds every tensor once, under the first of its names in ``state_dict``, and two texts in its metadata:
-
-    inro_fx          the manifest, JSON: format version, the scheme, layout and buffers of each weight, and for each tensor
-                     its kind, names, shape, dtype and CRC-32, the captured graphs and the report (compressed)
-    inro_fx_crc32    of the manifest
+The file holds every tensor once, under the first of its names in ``state_dict``, and in its metadata under ``inro_fx``
+the manifest behind its CRC-32: ``1a2b3c4d {...}``. The manifest is JSON: format version, the scheme, layout and buffers of
+each weight, for each tensor its kind, names, shape, dtype and CRC-32, the captured graphs and the report (compressed).
+Saving the same model twice gives the same bytes.
 
 Nothing in the file is run or unpickled. Everything is read and checked before a model is touched.
 """
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from .atomic import replacing
 from .checks import check_model
 from .errors import FileError, InroError, ModelError
-from .passes.module import GraphForward, Packed, PackedWeights, attach_graph, attach_packed, user_class
+from .passes.module import GraphForward, Packed, PackedWeights, attach_graph, attach_packed, refuse_float_state, user_class
 from .passes.scheme import Layout, Scheme
 from .passes.state import clone, prepare
 from .passes.stored import Codec, NotStored
@@ -94,9 +93,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         schemes=[describe_scheme(s) for s in schemes], tensors={n: dataclasses.astuple(e) for n, e in entries.items()},
         graphs=_packed_text(_graphs_of(model, schemes)))
     text = json.dumps(manifest, separators=(",", ":"))
-    metadata = {"format": "pt", "inro_fx": text, "inro_fx_crc32": str(zlib.crc32(text.encode()))}
     with replacing(file) as temporary:
-        save_file(tensors, temporary, metadata)
+        save_file(tensors, temporary, {"inro_fx": f"{zlib.crc32(text.encode()):08x} {text}"})
     return file
 
 
@@ -260,10 +258,10 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Entry], dict[str, Tenso
 
 
 def _manifest(name: str, metadata: Mapping[str, str]) -> dict[str, Any]:
-    text = metadata.get("inro_fx")
-    if text is None:
+    checksum, _, text = metadata.get("inro_fx", "").partition(" ")
+    if not text:
         raise FileError(f"{name} was not written by inro_fx.save: it holds tensors, but not how they are quantized")
-    if str(zlib.crc32(text.encode())) != metadata.get("inro_fx_crc32"):
+    if f"{zlib.crc32(text.encode()):08x}" != checksum:
         raise FileError(f"{name} is damaged: the checksum of its manifest does not match")
     manifest = json.loads(text)
     version = manifest["format_version"]
@@ -314,6 +312,7 @@ def _rebuild(model: nn.Module, manifest: Mapping[str, Any], entries: Mapping[str
     for path, data in content["records"].items():
         root.get_submodule(path).__dict__["_inro"] = _record(data, path, unstored)
     _refuse_meta(root, file)
+    refuse_float_state(root)
     return root
 
 

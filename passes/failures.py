@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["GraphNotTaken", "InputError", "InroError", "ModelError", "PassError", "SchemeError"]
+__all__ = ["GraphNotTaken", "InputError", "InroError", "ModelError", "PassError", "SchemeError", "StateError"]
 
 
 class InroError(Exception):
@@ -19,6 +19,10 @@ class InputError(InroError, ValueError):
 
 class SchemeError(InroError, ValueError):
     """An unknown scheme, or options that make no scheme."""
+
+
+class StateError(InroError, RuntimeError):
+    """A state_dict that is not one of a quantized model; nothing of it was loaded."""
 
 
 class GraphNotTaken(InroError, RuntimeError):

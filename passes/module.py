@@ -24,12 +24,12 @@ from torch.fx.graph import _format_target
 from torch.fx.graph_module import _forward_from_src
 
 from .call import IMMUTABLE, Call, Slot, _equal, rebuild
-from .failures import GraphNotTaken, ModelError
+from .failures import GraphNotTaken, ModelError, StateError
 from .plain import GraphData
 from .trace import GuardFailed, guard
 
 __all__ = ["Capture", "GraphForward", "Packed", "PackedWeights", "attach_graph", "attach_packed", "detach_graph", "recurrent",
-           "user_class"]
+           "refuse_float_state", "user_class"]
 
 _ABSENT = object()
 ERRORS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)     # of operators
@@ -404,3 +404,17 @@ def recurrent(module: nn.Module) -> None:
     """Makes the flat list of a recurrent module's weights follow the weights."""
     _add_part(module, RecurrentWeights)
     module._init_flat_weights()
+
+
+def refuse_float_state(root: nn.Module) -> None:
+    """Makes ``root.load_state_dict`` refuse the weights of the float model before it copies anything."""
+    root.register_load_state_dict_pre_hook(_check_state)
+
+
+def _check_state(root: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for path, module in root.named_modules(prefix=prefix.removesuffix(".")):
+        for name, packed in vars(module).get("_inro_packed", {}).items():
+            full = f"{path}.{name}".lstrip(".")
+            if full in state and not any(f"{path}.{buffer}".lstrip(".") in state for buffer in packed.buffers):
+                raise StateError(f"{full} in this state_dict is a float weight, and the model holds codes ({packed.buffers[0]}): "
+                                 f"load it into the float model and quantize that, or give the state_dict of a quantized model")

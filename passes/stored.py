@@ -30,7 +30,7 @@ from .call import Call, ConstantLeaf, Slot, TensorLeaf
 from .constants import Alias
 from .module import Capture, user_class
 from .scheme import Scheme
-from .trace import FACTORIES, guard
+from .trace import FACTORIES, Applied, guard
 
 __all__ = ["Codec", "NotStored"]
 
@@ -63,7 +63,8 @@ def functions() -> dict[str, Callable]:
 
     def takes_tensors(name: str, value: Any) -> bool:
         packet = getattr(torch.ops.aten, name, None) if isinstance(value, types.BuiltinFunctionType) else None
-        return id(value) in overridable or value in FACTORIES or name.startswith("sym_") or (
+        functional = getattr(value, "__module__", "") == "torch.nn.functional" and not name.startswith("_")
+        return functional or id(value) in overridable or value in FACTORIES or name.startswith("sym_") or (
             packet is not None and any(_takes_tensor(getattr(packet, overload)) for overload in packet.overloads()))
     found: dict[str, Callable] = {"inro_fx.guard": guard}
     found.update({f"builtins.{name}": getattr(builtins, name) for name in BUILTINS})
@@ -183,9 +184,8 @@ class Codec:
         for name, mine in self.operators.items():
             if mine is function:
                 return "scheme:" + name
-        owner = getattr(function, "__self__", None)
-        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and function == owner.apply:
-            return "apply:" + self.name_class(owner)
+        if isinstance(function, Applied):
+            return "apply:" + self.name_class(function.function)
         raise NotStored(f"it calls {getattr(function, '__name__', function)}, which is no operator of torch")
 
     def find_function(self, name: str) -> Callable:
@@ -195,7 +195,7 @@ class Codec:
         if kind == "scheme" and rest in self.operators:
             return self.operators[rest]
         if kind == "apply" and issubclass(owner := self.find_class(rest), torch.autograd.Function):
-            return owner.apply
+            return Applied(owner)
         space, _, rest = name.partition(".")
         base, _, overload = rest.rpartition(".")
         packet = getattr(getattr(torch.ops, space), base, None) if base.isidentifier() and not space.startswith("_") else None

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map
 from .constants import Alias, Constant, alias_of_view, storage_of
 from .decompose import DECOMPOSITIONS
 
-__all__ = ["ExampleProxy", "GuardFailed", "Retrace", "TraceError", "Tracer", "active", "frame", "guard", "is_mutating",
+__all__ = ["Applied", "ExampleProxy", "GuardFailed", "Retrace", "TraceError", "Tracer", "active", "frame", "guard", "is_mutating",
            "module_call", "patches"]
 
 
@@ -187,12 +187,26 @@ def _patch_check(original: Callable) -> Callable:
     return check
 
 
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """The target of a node that calls ``function.apply``."""
+
+    function: type[torch.autograd.Function]
+
+    @property
+    def __name__(self) -> str:
+        return f"apply_{self.function.__name__}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
 def _patch_apply(original: Any) -> Any:
     """A torch.autograd.Function is one node: its own forward and backward stay in charge."""
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         frame = active()
         if isinstance(frame, Tracer) and (_any_proxy(args) or _any_proxy(kwargs.values())):
-            return frame.create("call_function", cls.apply, *args, **kwargs)
+            return frame.create("call_function", Applied(cls), *args, **kwargs)
         return original.__func__(cls, *args, **kwargs)
     return classmethod(apply)
 

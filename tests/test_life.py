@@ -63,8 +63,12 @@ def test_safe_torch_save_and_load():
     incomplete = dict(list(small.state_dict().items())[1:])
     with pytest.raises(RuntimeError, match="Missing key"):
         other.load_state_dict(incomplete)
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        other.load_state_dict(model.state_dict())
+    before = {n: t.clone() for n, t in other.state_dict().items()}
+    for strict in (True, False):
+        for holder, of in ((other, model), (nn.ModuleDict({"a": other}), nn.ModuleDict({"a": model}))):
+            with pytest.raises(inro_fx.StateError, match=r"0.weight in this state_dict is a float weight, and the model holds codes"):
+                holder.load_state_dict(of.state_dict(), strict=strict)
+    assert all(torch.equal(before[n], t) for n, t in other.state_dict().items())
 
 
 def test_a_new_process_that_has_only_imported_the_package(tmp_path):
