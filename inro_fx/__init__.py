@@ -29,6 +29,7 @@ from .errors import (  # noqa: E402
     StateError,
 )
 from .kernels import kernels  # noqa: E402 - the function; the package of that name stays importable
+from .onnx_export import export_onnx  # noqa: E402
 from .report import Report, Row, Skipped, report  # noqa: E402
 from .save import load, save  # noqa: E402
 from .schemes import SCHEMES, Scheme, uniform  # noqa: E402
@@ -52,6 +53,7 @@ __all__ = [
     "Timing",
     "benchmark",
     "draw",
+    "export_onnx",
     "kernels",
     "load",
     "quantize_graph",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["pack_bits", "storage_bits", "unpack_bits"]
+__all__ = ["fields_of", "pack_bits", "storage_bits", "unpack_bits"]
 
 
 def storage_bits(low: int, high: int) -> int:
@@ -23,7 +23,7 @@ def storage_bits(low: int, high: int) -> int:
     return bits if bits <= 8 else next(b for b in (16, 32, 64) if bits <= b)
 
 
-def _fields(bits: int) -> list[tuple[int, int]]:
+def fields_of(bits: int) -> list[tuple[int, int]]:
     """(width, shift) of each field, widest first: 7 bits are [(4, 0), (2, 4), (1, 6)]."""
     fields, shift = [], 0
     for width in (4, 2, 1):
@@ -42,7 +42,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     unsigned = (codes.to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
     columns = codes.shape[1]
     packed = []
-    for width, shift in _fields(bits):
+    for width, shift in fields_of(bits):
         per_byte = 8 // width
         field = (unsigned >> shift) & ((1 << width) - 1)
         field = torch.nn.functional.pad(field, (0, -columns % per_byte))
@@ -60,7 +60,7 @@ def unpack_bits(packed: Tensor, bits: int, columns: int) -> Tensor:
     tensor([[-8,  7,  1]], dtype=torch.int8)
     """
     start, unsigned = 0, None
-    for width, shift in _fields(bits):
+    for width, shift in fields_of(bits):
         per_byte = 8 // width
         count = -(-columns // per_byte)
         byte = packed[:, start:start + count]
