@@ -155,7 +155,13 @@ class Call:
         extra = dict(by_name.pop(self.keywords)) if self.keywords is not None else {}
         count, keywords = self.passed
         positional = list(by_name)[:min(count, len(self.defaults) - len(self.keyword_only))]
-        return (*[by_name[n] for n in positional], *rest), {n: by_name[n] for n in by_name if n in keywords} | extra
+        named = {n: by_name[n] for n in by_name if n not in positional and (n in keywords or n in self._tensor_defaults())}
+        return (*[by_name[n] for n in positional], *rest), named | extra
+
+    def _tensor_defaults(self) -> set[str]:
+        """Parameters with a tensor as default: another call may pass another one."""
+        return {name for name, leaves in zip(self.names, self.leaves, strict=True)
+                if any(isinstance(leaf, TensorLeaf) for leaf in leaves)}
 
     def match(self, args: tuple, kwargs: dict) -> list[Any] | str:
         """The values of the graph's placeholders for this call, or the first thing that the graph does not cover."""
@@ -239,7 +245,7 @@ def _transform(value: Any, wanted: Callable[[Any], bool], replace: Callable[[Any
         return value
     if isinstance(value, tuple):
         items = [again(v) for v in value]
-        return kind(*items) if hasattr(value, "_fields") else kind(items) if any(
+        return kind._make(items) if hasattr(value, "_fields") else kind(items) if any(
             a is not b for a, b in zip(items, value, strict=True)) else value
     if kind is list:
         new_list: list = []

@@ -120,17 +120,17 @@ def _try_rung(session: Session, rung: str, example: Example, want: Any, bigger: 
 
 
 def _rnn_example(m: Any) -> tuple:
-    return (torch.zeros(1, 1, m.input_size, dtype=next(m.parameters()).dtype),)
+    return (torch.zeros(1, 1, m.input_size, dtype=next(m.parameters()).dtype, device="cpu"),)
 
 
 def _conv_example(m: Any) -> tuple:
     sizes = [d * (k - 1) + 1 for d, k in zip(m.dilation, m.kernel_size, strict=True)]
-    return (torch.zeros(1, m.in_channels, *sizes, dtype=m.weight.dtype),)
+    return (torch.zeros(1, m.in_channels, *sizes, dtype=m.weight.dtype, device="cpu"),)
 
 
 LAYERS: dict[type, Callable[[Any], tuple]] = {     # the smallest call of torch's own layers, for those no example reaches
-    nn.Linear: lambda m: (torch.zeros(1, m.in_features, dtype=m.weight.dtype),),
-    nn.Embedding: lambda m: (torch.zeros(1, dtype=torch.long),),
+    nn.Linear: lambda m: (torch.zeros(1, m.in_features, dtype=m.weight.dtype, device="cpu"),),
+    nn.Embedding: lambda m: (torch.zeros(1, dtype=torch.long, device="cpu"),),
     nn.modules.conv._ConvNd: _conv_example,
     nn.LSTM: _rnn_example,
     nn.GRU: _rnn_example,

@@ -13,7 +13,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import keyword
+import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +24,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import _format_target
 from torch.fx.graph_module import _forward_from_src
+from torch.utils._pytree import tree_unflatten
 
-from .call import IMMUTABLE, Call, Slot, _equal, rebuild
+from .call import Call, Slot, TensorLeaf, _equal, rebuild
 from .failures import GraphNotTaken, ModelError, StateError
 from .plain import GraphData
 from .trace import GuardFailed, guard
@@ -58,19 +61,8 @@ class Capture:
         """Why the graph cannot stand in for the module's forward in its present state; None if it can."""
         if "dtype" in self.call.facts and module._inro_float_dtypes[0] != module._inro_float_dtypes[1]:
             return "another dtype of the weights"
-        if module._inro_changed is not None:
-            return module._inro_changed
-        if not torch.compiler.is_compiling():
-            for siblings, name, child, hooks in module._inro_inside:
-                if siblings.get(name) is not child:
-                    return f"{name} was replaced"
-                state = child.__dict__
-                if state["training"]:
-                    return "training mode"
-                if len(state["_forward_hooks"]) + len(state["_forward_pre_hooks"]) + len(state["_backward_hooks"]) != hooks:
-                    return f"hooks on {name}"
-                if "forward" in state:
-                    return f"{name}.forward was replaced"
+        if (altered := _altered(module)) is not None:
+            return altered
         if module.training:
             return "training mode"
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -159,15 +151,16 @@ class GraphForward(nn.Module):
     _inro_strict: bool
     _inro_calls: Counter
     _inro_float_dtypes: tuple[torch.dtype, torch.dtype]      # of the weights: when captured, and now
-    _inro_inside: list[tuple[dict, str, nn.Module, int]]     # modules that the graph stands for: siblings, name, module, hooks
-    _inro_changed: str | None                                # an attribute that was set after the capture
+    _inro_inside: list[Inside]                               # the modules below that the graph stands for
+    _inro_watched: list[tuple[Any, Any]]                     # dicts and lists that code may have read, and their contents
+    _inro_changed: str | None                                # what was changed since the capture, so that the graph is void
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         capture = self._inro_capture
         reason: Any = capture.excludes(self)
         if reason is None:
             reason = capture.call.match(args, kwargs)
-        if type(reason) is list:
+        if isinstance(reason, list):
             try:
                 results = self._inro_run(self, *reason)
             except GuardFailed as failed:
@@ -186,24 +179,38 @@ class GraphForward(nn.Module):
         return super().forward(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        before = self.__dict__.get(name, _ABSENT)
+        state = self.__dict__
+        before = state.get(name, self._buffers.get(name, _ABSENT))
         super().__setattr__(name, value)
-        if before is not _ABSENT and before is not value and name in self._inro_attributes and not _equal(before, value):
-            self.__dict__["_inro_changed"] = f"self.{name} was changed"
+        if name in _TORCHS or name in self._modules or before is value:
+            return
+        if name in self._buffers or name in self._parameters:     # the graph reads what is there, but None was a fact
+            changed = before is None or value is None
+        else:
+            changed = name in _mentioned(user_class(self)) if before is _ABSENT else not _equal(before, value)
+        if changed:
+            state["_inro_changed"] = f"self.{name} was changed"
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self.__dict__["_inro_changed"] = f"self.{name} was deleted"
 
     def _inro_compile(self) -> Any:
         """Makes Python of the graph."""
         code = self._inro_graph.python_code(root_module="self")
         source = code.src
         for node in self._inro_graph.nodes:
-            if node.op in ("get_attr", "call_module") and any(map(keyword.iskeyword, str(node.target).split("."))):
+            if node.op in ("get_attr", "call_module") and not all(map(_is_plain_name, str(node.target).split("."))):
                 source = source.replace(_format_target("self", str(node.target)), _spelled_out(str(node.target)))
         self.__dict__["_inro_code"] = source
         self.__dict__["_inro_run"] = _forward_from_src(source, code.globals, None)
         return code
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        altered = _altered(self)
         result = super()._apply(fn, recurse)
+        if altered is None:
+            _watch(self)
         self.__dict__["_inro_float_dtypes"] = (self._inro_float_dtypes[0], _mapped_dtype(self._inro_float_dtypes[1], fn))
         if _retarget(self._inro_graph, fn):
             self._inro_compile()
@@ -213,19 +220,19 @@ class GraphForward(nn.Module):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        for name in ("_inro_run", "_inro_code"):
+        state = dict(super().__getstate__()) if _defines(user_class(self), "__getstate__") else dict(self.__dict__)
+        for name in ("_inro_run", "_inro_code", "_inro_inside", "_inro_watched"):
             state.pop(name, None)
         state["_inro_graph"] = GraphData.of(self._inro_graph)
         state["_inro_capture"] = dataclasses.replace(self._inro_capture, graph=None)
-        del state["_inro_inside"]
+        state["_inro_changed"] = _altered(self, lasting=True)      # what is there now would look as if it had always been
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__["_inro_graph"] = self._inro_capture.graph = state["_inro_graph"].graph()
         self._inro_graph.owning_module = self
-        self.__dict__["_inro_inside"] = _inside(self, self._inro_graph)
+        _watch(self)
         self._inro_compile()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -239,6 +246,7 @@ class GraphForward(nn.Module):
         new.__setstate__(self.__getstate__())
         return new
 
+
 def _spelled_out(target: str) -> str:
     """``self.class.weight``, which Python cannot parse, with getattr."""
     expression = "self"
@@ -247,8 +255,12 @@ def _spelled_out(target: str) -> str:
     return expression
 
 
+def _is_plain_name(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
 def _mapped_dtype(dtype: torch.dtype, fn: Callable[[Tensor], Tensor]) -> torch.dtype:
-    return fn(torch.empty(0, dtype=dtype)).dtype
+    return fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
 
 
 def _mapped_device(device: torch.device, fn: Callable[[Tensor], Tensor]) -> torch.device:
@@ -299,7 +311,31 @@ class _Borrowed:
         for kind in (module._parameters, module._buffers, module._modules):
             if self.name in kind:
                 return kind[self.name]
+        if self.name == "graph" and _altered(module, lasting=True) is not None:
+            return _graph_of_forward(module)
         return module.__dict__[self.state]
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnForward:
+    """The target of the only node of a graph that has become void: the user's own forward."""
+
+    module: nn.Module
+    __name__ = "own_forward"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
+
+
+def _graph_of_forward(module: nn.Module) -> fx.Graph:
+    """What an altered module computes, for those who run ``module.graph`` in the place of the module, as torch.export does."""
+    call = module._inro_capture.call
+    graph = fx.Graph()
+    inputs = {leaf.name: graph.placeholder(leaf.name) for leaves in call.leaves for leaf in leaves if isinstance(leaf, TensorLeaf)}
+    values = [[inputs.get(leaf.name, getattr(leaf, "value", None)) for leaf in leaves] for leaves in call.leaves]
+    args, kwargs = call.spread([v[0] if spec is None else tree_unflatten(v, spec) for v, spec in zip(values, call.specs, strict=True)])
+    graph.output(graph.call_function(OwnForward(module), args, kwargs))
+    return graph
 
 
 class GraphView(fx.GraphModule):
@@ -362,23 +398,127 @@ def attach_graph(module: nn.Module, capture: Capture, strict: bool = False) -> N
         dtype = next((t.dtype for t in module.parameters() if t.is_floating_point()), torch.get_default_dtype())
         module.__dict__["_inro_float_dtypes"] = (dtype, dtype)
     module.__dict__.update(_inro_capture=capture, _inro_graph=capture.graph, _inro_strict=strict, _inro_calls=Counter(),
-                           _inro_changed=None, _inro_inside=_inside(module, capture.graph),
-                           _inro_attributes=frozenset(n for n, v in vars(module).items() if n != "training"
-                                                      and isinstance(v, (*IMMUTABLE, list, tuple))))
+                           _inro_changed=None)
+    _watch(module)
     capture.graph.owning_module = module
     module._inro_compile()
 
 
-def _inside(module: nn.Module, graph: fx.Graph) -> list[tuple[dict, str, nn.Module, int]]:
-    """The modules below ``module`` whose code the graph stands for: leaves that it calls look after themselves."""
-    called = {str(n.target) for n in graph.nodes if n.op == "call_module"}
-    found = []
+@dataclasses.dataclass(slots=True)
+class Inside:
+    """A module whose code a graph stands for, as it was when the graph was made."""
+
+    siblings: dict[str, Any]
+    name: str
+    module: nn.Module
+    state: dict[str, Any]
+    hooks: int
+    children: int
+
+
+def _hooks(module: nn.Module) -> int:
+    return len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+
+
+def _watch(module: nn.Module) -> None:
+    """Notes how the modules below a captured one are now (leaves that its graph calls look after themselves), and what they read."""
+    called = {str(n.target) for n in module._inro_graph.nodes if n.op == "call_module"}
+    inside, watched = [], {}
     for path, child in module.named_modules():
-        if path and not any(path == c or path.startswith(c + ".") for c in called):
+        if any(path == c or path.startswith(c + ".") for c in called):
+            continue
+        if path:
             parent, _, name = path.rpartition(".")
-            hooks = len(child._forward_hooks) + len(child._forward_pre_hooks) + len(child._backward_hooks)
-            found.append((module.get_submodule(parent)._modules, name, child, hooks))
-    return found
+            state = {**vars(child), "training": False}
+            inside.append(Inside(module.get_submodule(parent)._modules, name, child, state, _hooks(child), len(child._modules)))
+        for name, value in vars(child).items():
+            if name not in _TORCHS and not name.startswith("_inro") and (container := _container(value)) is not None:
+                watched[id(container)] = container, container.copy()
+    module.__dict__.update(_inro_inside=inside, _inro_children=len(module._modules), _inro_watched=list(watched.values()))
+
+
+def _container(value: Any) -> Any:
+    """What can be changed inside an attribute without setting it: a dict, a list, the attributes of a config object."""
+    if type(value) in (dict, list):
+        return value
+    attributes = getattr(value, "__dict__", None)
+    plain = type(attributes) is dict and not callable(value) and not isinstance(value, (nn.Module, Tensor))
+    return attributes if plain and not type(value).__module__.startswith("torch") else None
+
+
+def _altered(module: nn.Module, lasting: bool = False) -> str | None:
+    """What is no more as it was when the module was captured; ``lasting``: apart from the mode, which every copy can tell."""
+    if module._inro_changed is not None:
+        return module._inro_changed
+    return _altered_below(module, lasting)
+
+
+def _altered_below(module: nn.Module, lasting: bool) -> str | None:
+    if len(module._modules) != module._inro_children:
+        return "modules were added or removed"
+    for inside in module._inro_inside:
+        if inside.siblings.get(inside.name) is not inside.module:
+            return f"{inside.name} was replaced"
+        now = inside.module.__dict__
+        if len(now["_modules"]) != inside.children:
+            return f"modules of {inside.name} were added or removed"
+        if len(now["_forward_hooks"]) + len(now["_forward_pre_hooks"]) + len(now["_backward_hooks"]) != inside.hooks:
+            return f"hooks on {inside.name}"
+        if not _is_same(now, inside.state) and (reason := _difference(inside, lasting)) is not None:
+            return reason
+    for container, before in module._inro_watched:
+        if not _is_same(container, before):
+            return "a dict, list or config object that its code may have read was changed"
+    return None
+
+
+_altered_below._dynamo_marked_constant = True  # type: ignore[attr-defined]    # torch.compiler.assume_constant_result
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:                          # tensors or arrays, and not the same ones
+        return False
+
+
+def _difference(inside: Inside, lasting: bool) -> str | None:
+    now = inside.module.__dict__
+    if now["training"] and not lasting:
+        return "training mode"
+    for name in {**inside.state, **now}:
+        a, b = now.get(name, _ABSENT), inside.state.get(name, _ABSENT)
+        if a is not b and not name.startswith("_inro") and name not in _TORCHS and not _is_same(a, b):
+            return f"{inside.name}.{name} was changed"
+    return None
+
+
+_TORCHS = frozenset(vars(nn.Module()))
+
+
+@functools.cache
+def _mentioned(user: type) -> frozenset[str]:
+    """Every name and string in the code of a class: what it may read with getattr or hasattr."""
+    found: set[str] = set()
+
+    def read(code: types.CodeType) -> None:
+        found.update(code.co_names)
+        for constant in code.co_consts:
+            if isinstance(constant, str):
+                found.add(constant)
+            elif isinstance(constant, types.CodeType):
+                read(constant)
+    for kind in user.__mro__[:user.__mro__.index(nn.Module)]:
+        for value in vars(kind).values():
+            function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
+            if isinstance(function, types.FunctionType):
+                read(function.__code__)
+    return frozenset(found)
+
+
+def _defines(user: type, name: str) -> bool:
+    """Does the user's class, or one of its own bases, define this method?"""
+    return any(name in vars(kind) for kind in user.__mro__ if kind not in (object, nn.Module))
 
 
 def detach_graph(module: nn.Module) -> None:

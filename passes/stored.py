@@ -313,7 +313,7 @@ def _make_named(codec: Codec, data: list) -> Any:
     items = [codec.decode(d) for d in data[1]]
     if not issubclass(kind, tuple):
         raise NotStored(f"{data[0]} is no tuple")
-    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    return kind._make(items) if hasattr(kind, "_fields") else kind(items)
 
 
 def _record_fields(codec: Codec, value: Any) -> list:

@@ -197,7 +197,7 @@ def _decide(session: Session, constant: Constant, uses: list[Target], default: S
 
 def stored_form(scheme: Scheme, layout: Layout, dtype: torch.dtype) -> tuple[int, frozenset[str]]:
     """Bytes of the stored parts, and which of them have one row for all, found by packing two rows of zeros."""
-    parts = scheme.pack(torch.zeros(2, layout.columns, dtype=dtype))
+    parts = scheme.pack(torch.zeros(2, layout.columns, dtype=dtype, device="cpu"))
     single = frozenset(name for name, part in parts.items() if part.shape[0] == 1)
     rows = {name: 1 if name in single else layout.rows for name in parts}
     return sum(p[0].numel() * p.element_size() * rows[name] for name, p in parts.items()), single

@@ -52,7 +52,7 @@ def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, le
     assert _library is not None
     x = x if x.stride(1) == 1 else x.contiguous()
     codes, scale = codes.contiguous(), scale.contiguous()
-    y = torch.empty(x.shape[0], codes.shape[0])
+    y = torch.empty(x.shape[0], codes.shape[0], dtype=torch.float32, device="cpu")
     failed = _library.inro_linear(
         x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), codes.data_ptr(), codes.shape[0], scale.data_ptr(),
         int(scale.shape[0] != 1), None if bias is None else bias.data_ptr(), y.data_ptr(), levels,

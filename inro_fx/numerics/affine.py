@@ -41,7 +41,8 @@ def scale_of(matrix: Tensor, divisor: float, group: int | None) -> Tensor:
     work = matrix.to(_work_dtype(matrix.dtype, divisor))
     rows, columns = work.shape
     if work.numel() == 0:
-        return torch.ones(1 if group is None else rows, 1 if not group else -(-columns // group), device=work.device)
+        shape = (1 if group is None else rows, 1 if not group else -(-columns // group))
+        return torch.ones(shape, dtype=torch.float32, device=work.device)
     if group is None:
         largest = torch.maximum(work.amax(), -work.amin()).reshape(1, 1)
     elif group == 0:
