@@ -82,7 +82,7 @@ def quantize_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme =
     (torch.Size([3, 10]), torch.int8)
     """
     default = find_scheme(scheme)
-    check_model(model)
+    check_model(model, inplace=inplace)
     if capture not in CAPTURES:
         raise InputError(f"capture={capture!r}: it is one of {', '.join(map(repr, CAPTURES))}")
     example = Example.of(example_inputs)
@@ -148,9 +148,9 @@ def _quantize(model: nn.Module, example: Example, batches: list[Example], option
             got = run_quantized(root, batch, session.captures, decided, errors, tick)
         if batches[-1] is not example:
             got = run(root, example)
+    session.state.restore()
     for name, before in session.written.items():
         put_state(root, name, before)
-    session.state.restore()
     for path in {**session.layers, **session.captures}:
         root.get_submodule(path)._inro_calls.clear()
     if not options.inplace:

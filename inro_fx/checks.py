@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from .errors import ModelError
-from .passes.module import PackedWeights
+from .passes.module import PackedWeights, needs_rebasing
 
 __all__ = ["check_model"]
 
 
-def check_model(model: nn.Module, skeleton: bool = False) -> None:
+def check_model(model: nn.Module, skeleton: bool = False, inplace: bool = False) -> None:
     """Refuses, by name and with the way out, what cannot be quantized; a ``skeleton`` may be on the meta device."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -34,3 +34,7 @@ def check_model(model: nn.Module, skeleton: bool = False) -> None:
             raise ModelError(f"{name} is not initialized yet: run the model once before quantizing it")
         if tensor.device.type == "meta" and not skeleton:
             raise ModelError(f"{name} is on the meta device and has no data: load the weights before quantizing")
+    fixed = next((p for p, m in model.named_modules() if inplace and needs_rebasing(type(m))), None)
+    if fixed is not None:
+        raise ModelError(f"{fixed or 'the model'} is a {type(model.get_submodule(fixed)).__name__}, whose class has a base before "
+                         f"nn.Module and so cannot be changed in place: quantize with inplace=False")

@@ -56,6 +56,7 @@ def install(session: Session, chosen: Plan, graphs: Mapping[str, fx.Graph], part
             strict: bool) -> None:
     """Puts parts in the place of the float weights, and the quantized graphs in the place of the float ones."""
     root = session.root
+    session.state.restore()
     for decision in chosen.decisions.values():
         holder, own = owner_of(root, decision.constant.name)
         for buffer, part in zip(decision.buffers, decision.scheme.parts, strict=True):
@@ -77,5 +78,6 @@ def install(session: Session, chosen: Plan, graphs: Mapping[str, fx.Graph], part
             captured.graph = fuse(quantized, chosen.decisions)
             verify(captured.graph, module, chosen.decisions, after="fuse")
         attach_graph(module, captured, strict)
+    session.state.see_buffers()
     refuse_float_state(root)
     session.forget_tensors()

@@ -30,7 +30,7 @@ __all__ = ["capture"]
 def capture(root: nn.Module, example: Example, mode: str = "auto") -> tuple[Session, Any]:
     """Captures ``root`` (a clone, changed in place: its modules run graphs afterwards); the session and the reference output."""
     session = Session(root)
-    written, want = reference_run(root, example)
+    written, want = reference_run(root, example, session.state)
     for path, _, name in list(session.state.changed()):
         session.refuse(path, f"changes self.{name} in forward")
     session.state.restore()

@@ -10,6 +10,7 @@ that ``isinstance``, methods, properties and attributes stay. Its parts:
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 import functools
@@ -31,7 +32,7 @@ from .failures import GraphNotTaken, ModelError, StateError
 from .plain import GraphData
 from .trace import GuardFailed, guard
 
-__all__ = ["Capture", "GraphForward", "Packed", "PackedWeights", "attach_graph", "attach_packed", "detach_graph", "recurrent",
+__all__ = ["Capture", "GraphForward", "Packed", "PackedWeights", "attach_graph", "attach_packed", "detach_graph", "needs_rebasing", "rebased", "recurrent",
            "refuse_float_state", "user_class"]
 
 _ABSENT = object()
@@ -92,7 +93,14 @@ class Packed:
         return self.layout.restore(matrix)
 
 
-class PackedWeights(nn.Module):
+class Part(nn.Module):
+    """What stands before the user's class in the classes made here."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """A user's own __init_subclass__ does not hear of them."""
+
+
+class PackedWeights(Part):
     """A module some of whose weights are held as codes. They are unpacked at each access, never kept.
 
     The parts of a tied weight lie on one module; the others reach them through ``_inro_links``: name -> (module, its name).
@@ -123,7 +131,7 @@ class PackedWeights(nn.Module):
         return result
 
 
-class RecurrentWeights(nn.Module):
+class RecurrentWeights(Part):
     """For torch's recurrent modules, which keep a second list of their weights: the list is made when it is read."""
 
     def __getattr__(self, name: str) -> Any:
@@ -142,7 +150,7 @@ class RecurrentWeights(nn.Module):
         """Nothing to flatten: a list of unpacked weights has no memory of its own."""
 
 
-class GraphForward(nn.Module):
+class GraphForward(Part):
     """A module whose forward is a captured graph wherever that covers the call."""
 
     _inro_capture: Capture
@@ -367,7 +375,29 @@ def _composed(user: type, parts: tuple[type, ...]) -> type:
             namespace.update(graph=_Borrowed("_inro_graph"), code=_Borrowed("_inro_code"), recompile=GraphView.recompile)
         else:
             after = (GraphView,)
-    return type(user)(user.__name__, (*parts, user, *after), namespace)
+    meta = type(user)
+    make = meta if meta in (type, abc.ABCMeta) else functools.partial(type.__new__, meta)     # a registry stays as it is
+    return make(user.__name__, (*parts, *(() if parts else (Rebased,)), user, *after), namespace)
+
+
+class Rebased(Part):
+    """Stands before a class such as ``Net(ABC, nn.Module)``, whose instances Python does not let change their class."""
+
+
+@functools.cache
+def needs_rebasing(user: type) -> bool:
+    """Can an instance of this class not become one of a subclass?"""
+    probe = object.__new__(user)
+    try:
+        probe.__class__ = _composed(user, (PackedWeights,))
+    except TypeError:
+        return True
+    return False
+
+
+def rebased(module: nn.Module) -> nn.Module:
+    """An empty instance of a class like the module's, but of which the class can change."""
+    return object.__new__(_composed(user_class(module), ()))
 
 
 def _reduce(self: nn.Module, protocol: int) -> tuple:
@@ -524,7 +554,8 @@ def _defines(user: type, name: str) -> bool:
 def detach_graph(module: nn.Module) -> None:
     """Back to the user's own forward."""
     parts = tuple(p for p in getattr(type(module), "_inro_parts", ()) if p is not GraphForward)
-    module.__class__ = _composed(user_class(module), parts) if parts else user_class(module)
+    user = user_class(module)
+    module.__class__ = _composed(user, parts) if parts or needs_rebasing(user) else user
     for name in [n for n in vars(module) if n.startswith("_inro_") and n not in ("_inro_packed", "_inro_links")]:
         del module.__dict__[name]
 

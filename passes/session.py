@@ -108,6 +108,7 @@ class Session:
             number += 1
         name = f"_constant_{number}"
         module.register_buffer(name, tensor.detach(), persistent=False)
+        self.state.see_buffers()
         return name
 
     def weights_below(self, path: str) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,25 +16,68 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .constants import storage_of
 from .example import Example, run
-from .failures import InputError
-from .module import recurrent
+from .failures import InputError, ModelError
+from .module import needs_rebasing, rebased, recurrent, user_class
 
 __all__ = ["ModuleState", "clone", "make_independent", "prepare", "put_state", "reference_run", "rewind"]
 
 
 def clone(model: nn.Module) -> nn.Module:
-    """A copy of the module tree in eval mode that shares every tensor with the original (until `make_independent`).
+    """A copy of the module tree in eval mode that shares its parameters and buffers with the original (until `make_independent`).
 
     Weights that a module computes from others (weight norm, spectral norm, parametrizations) are computed once and kept
-    as plain parameters of the copy.
+    as plain parameters of the copy. What Python cannot copy (a lock, an open file) is shared.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for value in vars(module).values():
-            for tensor in (value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)):
-                if isinstance(tensor, Tensor):
-                    memo[id(tensor)] = tensor
-    return prepare(copy.deepcopy(model, memo))
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            memo[id(tensor)] = tensor
+    for value in _reachable([v for module in model.modules() for v in _attributes(module).values()]):
+        if isinstance(value, Tensor) and value.grad_fn is not None:          # deepcopy refuses results of a calculation
+            memo.setdefault(id(value), value.detach().clone())
+    try:
+        return prepare(_copied(model, dict(memo)))
+    except Exception:
+        for module in model.modules():
+            for value in _attributes(module).values():
+                try:
+                    copy.deepcopy(value, {**memo, **{id(m): m for m in model.modules()}})
+                except Exception:
+                    memo[id(value)] = value
+    try:
+        return prepare(_copied(model, memo))
+    except Exception as error:
+        raise ModelError(f"the model cannot be copied ({type(error).__name__}: {error}): quantize it with inplace=True") from error
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """deepcopy, with modules whose class cannot be extended in place as instances of one that can."""
+    shells = {module: rebased(module) for module in model.modules() if needs_rebasing(user_class(module))}
+    memo.update({id(module): shell for module, shell in shells.items()})
+    copied = copy.deepcopy(model, memo)
+    for module, shell in shells.items():
+        shell.__dict__.update(copy.deepcopy(vars(module), memo))
+    return copied
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if _is_users(name)}
+
+
+def _reachable(values: list[Any]) -> Iterator[Any]:
+    """Everything in containers and plain objects, to any depth."""
+    pending, seen = list(values), set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or isinstance(value, (nn.Module, type, str, bytes, int, float, types.FunctionType, types.ModuleType)):
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+            pending.extend(value)
+        elif isinstance(value, dict):
+            pending.extend(value.values())
+        pending.extend(getattr(value, "__dict__", {}).values() if not isinstance(value, Tensor) else ())
 
 
 def make_independent(root: nn.Module) -> None:
@@ -42,6 +88,8 @@ def make_independent(root: nn.Module) -> None:
         for kind in (module._parameters, module._buffers):
             for name, tensor in kind.items():
                 if tensor is None or name in packed:
+                    continue
+                if name.startswith("_constant_"):          # a tensor from outside of the module tree stays that tensor
                     continue
                 if id(tensor) not in copies:
                     copied = tensor.detach().clone()
@@ -56,7 +104,8 @@ def prepare(model: nn.Module) -> nn.Module:
         _register_plain_tensors(module)
         if isinstance(module, nn.RNNBase):
             recurrent(module)
-    return model.eval()
+    model.eval()                        # somebody's own train() may return nothing
+    return model
 
 
 def _register_plain_tensors(module: nn.Module) -> None:
@@ -100,62 +149,142 @@ def _fold_computed_weights(module: nn.Module) -> None:
 
 
 class ModuleState:
-    """What the modules of a model hold in plain attributes, as it was: `changed` finds who differs, `restore` puts it back."""
+    """What forward may change on a model beside the contents of its parameters and buffers, as it was.
+
+    Plain attributes to any depth (containers, objects, arrays, generators, tensors), and which tensors the buffers are.
+    `changed` finds who differs, `restore` puts it back.
+    """
 
     def __init__(self, root: nn.Module):
-        self.saved = [(path, module, {name: (value, _contents(value)) for name, value in vars(module).items() if _is_users(name)})
+        self._memo = {id(m): m for m in root.modules()}
+        for module in root.modules():
+            self._memo.update({id(t): t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None})
+        pristine: dict[int, Any] = dict(self._memo)
+        self.saved = [(path, module, {name: (value, _pristine(value, pristine)) for name, value in _attributes(module).items()})
                       for path, module in root.named_modules()]
+        self.see_buffers()
+
+    def see_buffers(self) -> None:
+        """Takes the buffers that there are now as those that shall be there."""
+        self.buffers = [(path, module, dict(module._buffers)) for path, module, _ in self.saved]
 
     def changed(self) -> Iterator[tuple[str, nn.Module, str]]:
+        seen: set[tuple[int, int]] = set()
         for path, module, before in self.saved:
-            now = vars(module)
-            for name in {*before, *(n for n in now if _is_users(n))}:
-                value, contents = before.get(name, (_ABSENT, None))
-                if (now.get(name, _ABSENT) is not value and not _plainly_equal(now.get(name, _ABSENT), value)) \
-                        or not _same_contents(_contents(value), contents):
+            now = _attributes(module)
+            for name in {**before, **now}:
+                value, pristine = before.get(name, (_ABSENT, _ABSENT))
+                if pristine is not _UNKNOWN and not _alike(now.get(name, _ABSENT), pristine, seen):
+                    yield path, module, name
+        for path, module, buffers in self.buffers:
+            for name in {**buffers, **module._buffers}:
+                if module._buffers.get(name, _ABSENT) is not buffers.get(name, _ABSENT):
                     yield path, module, name
 
     def restore(self) -> None:
+        memo = dict(self._memo)
+        saved = {id(module): before for _, module, before in self.saved}
         for _, module, name in list(self.changed()):
-            before = next(b for _, m, b in self.saved if m is module)
-            if name not in before:
+            if name not in saved[id(module)]:
                 vars(module).pop(name, None)
-                continue
-            value, contents = before[name]
-            vars(module)[name] = value
-            if isinstance(value, list):
-                value[:] = contents
-            elif isinstance(value, (dict, set)):
-                value.clear()
-                value.update(contents)
+            else:
+                value, pristine = saved[id(module)][name]
+                vars(module)[name] = _put_back(value, pristine, memo)
+        for _, module, buffers in self.buffers:
+            if any(module._buffers.get(n, _ABSENT) is not buffers.get(n, _ABSENT) for n in {**buffers, **module._buffers}):
+                module._buffers.clear()
+                module._buffers.update(buffers)
 
 
 _ABSENT = object()
+_UNKNOWN = object()        # the pristine form of what cannot be copied
+
+
+def _pristine(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value if isinstance(value, torch.Generator) else _UNKNOWN
+
+
+def _put_back(value: Any, pristine: Any, memo: dict[int, Any]) -> Any:
+    """``value`` with the contents of ``pristine`` where it can be changed in place, else a copy of that."""
+    fresh = copy.deepcopy(pristine, memo)
+    if isinstance(value, Tensor) and isinstance(fresh, Tensor) and value.shape == fresh.shape and value.dtype == fresh.dtype:
+        with torch.no_grad():
+            value.copy_(fresh)
+        return value
+    if type(value) is list:
+        value[:] = fresh
+    elif type(value) in (dict, set):
+        value.clear()
+        value.update(fresh)
+    elif type(getattr(value, "__dict__", None)) is dict and not callable(value) and not isinstance(value, Tensor):
+        vars(value).clear()
+        vars(value).update(vars(fresh))
+        return value if type(value).__getstate__ is object.__getstate__ and not isinstance(value, (list, dict, set)) else fresh
+    else:
+        return fresh
+    return value
+
+
+def _alike(now: Any, then: Any, seen: set[tuple[int, int]]) -> bool:
+    """Do two values hold the same? Objects that say nothing about themselves are taken to."""
+    if now is then:
+        return True
+    if type(now) is not type(then):
+        return False
+    if isinstance(now, (bool, int, float, complex, str, bytes)):
+        return now == then or (now != now and then != then)
+    if (id(now), id(then)) in seen:
+        return True
+    seen.add((id(now), id(then)))
+    if isinstance(now, Tensor):
+        return _same_tensor(now, then)
+    if isinstance(now, dict):
+        if list(now) != list(then) or not all(_alike(now[k], then[k], seen) for k in now):
+            return False
+    elif isinstance(now, (list, tuple, collections.deque)):
+        if len(now) != len(then) or not all(_alike(a, b, seen) for a, b in zip(now, then, strict=True)):
+            return False
+    attributes = getattr(now, "__dict__", None)
+    if type(attributes) is dict and not callable(now):
+        return _alike(attributes, vars(then), seen)
+    if isinstance(now, (dict, list, tuple, collections.deque, nn.Module)) or callable(now):
+        return True
+    return _same_form(now, then, seen)
+
+
+def _same_tensor(now: Tensor, then: Tensor) -> bool:
+    if now.shape != then.shape or now.dtype != then.dtype or now.layout != then.layout or now.layout is not torch.strided:
+        return now.shape == then.shape and now.layout == then.layout
+    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (now, then))
+    return a.device != b.device or torch.equal(a, b)
+
+
+def _same_form(now: Any, then: Any, seen: set[tuple[int, int]]) -> bool:
+    """Of objects of other libraries, such as arrays, random generators and counters: by what pickle would say of them."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if type(now).__module__ == "numpy":
+                return now.shape == then.shape and now.dtype == then.dtype and now.tobytes() == then.tobytes()
+            return _alike(now.__reduce_ex__(4)[1:3], then.__reduce_ex__(4)[1:3], seen)
+    except Exception:
+        return True
+
+
+_TORCHS = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 
 
 def _is_users(name: str) -> bool:
-    return not name.startswith("_inro") and name not in (
-        "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "_forward_hooks", "_forward_pre_hooks",
-        "_flat_weights", "_flat_weight_refs")
-
-
-def _contents(value: Any) -> Any:
-    return type(value)(value) if type(value) in (list, dict, set) else None
-
-
-def _same_contents(a: Any, b: Any) -> bool:
-    if a is None or b is None or len(a) != len(b):
-        return a is b
-    pairs = zip(a.values(), b.values()) if type(a) is dict and a.keys() == b.keys() else zip(a, b)  # noqa: B905
-    return all(x is y or _plainly_equal(x, y) for x, y in pairs)
-
-
-def _plainly_equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and isinstance(a, (bool, int, float, str)) and a == b
+    return not name.startswith("_inro") and name not in _TORCHS
 
 
 class _StateWatch(TorchDispatchMode):
     """Finds the parameters and buffers that a forward writes to, before it writes, so that the original stays as it was."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, storages: dict[int, str]):
         super().__init__()
@@ -163,7 +292,7 @@ class _StateWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             for i, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -181,7 +310,7 @@ class _StateWritten(Exception):
         self.name = name
 
 
-def reference_run(root: nn.Module, example: Example) -> tuple[dict[str, Tensor], Any]:
+def reference_run(root: nn.Module, example: Example, own: ModuleState) -> tuple[dict[str, Tensor], Any]:
     """The output of the model, and the state that it writes to: each such tensor is the copy's own from then on."""
     written: dict[str, Tensor] = {}
     while True:
@@ -197,7 +326,9 @@ def reference_run(root: nn.Module, example: Example) -> tuple[dict[str, Tensor],
                 want = run(root, example)
             return written, want
         except _StateWritten as state:
+            own.restore()
             written[state.name] = put_state(root, state.name, None)
+            own.see_buffers()
         except Exception as error:
             raise InputError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
 

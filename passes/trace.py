@@ -537,6 +537,7 @@ class Tracer(TracerBase):
         """Takes back what this trace has added to the module."""
         for _, name in self._adopted.values():
             self.session.root.get_submodule(self.path)._buffers.pop(name, None)
+        self.session.state.see_buffers()
 
     @contextlib.contextmanager
     def ordinary(self) -> Iterator[None]:
