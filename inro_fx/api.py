@@ -19,7 +19,7 @@ from .passes.example import Example, compare, kept_random_state, run, tensors_in
 from .passes.fold_batchnorm import fold_batchnorm as fold_batchnorm_pass
 from .passes.fuse import fuse
 from .passes.measure import run_float, run_quantized
-from .passes.module import PackedWeights, detach_graph
+from .passes.module import PackedWeights, detach_graph, without_global_hooks
 from .passes.quantize import quantize
 from .passes.scheme import Scheme
 from .passes.session import Session
@@ -95,7 +95,8 @@ def quantize_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme =
 
     options = Options(default, overriding, capture, inplace, fold_batchnorm, strict)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), \
-            torch.autocast("cuda", enabled=False), kept_random_state(), _unchanged_if_it_fails(model, inplace):
+            torch.autocast("cuda", enabled=False), kept_random_state(), without_global_hooks(), \
+            _unchanged_if_it_fails(model, inplace):
         return _quantize(model, example, batches, options)
 
 
@@ -179,6 +180,8 @@ def capture_model(root: nn.Module, example: Example, mode: str) -> tuple[Session
     """The captured session and the model's float output, which must hold a tensor."""
     session, want = capture_graphs(root, example, mode)
     if next(tensors_in(want), None) is None:
+        if isinstance(want, Iterator):
+            raise ModelError(f"the model returns a {type(want).__name__}: give a module whose forward returns what that yields")
         raise ModelError(f"the model returns no tensor on example_inputs (it returned {type(want).__name__}); "
                          f"give inputs for which forward computes something")
     return session, want

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from .numerics import weight_error
 from .passes.constants import owner_of
 from .passes.fuse import fuse
-from .passes.module import Packed, attach_graph, attach_packed, refuse_float_state
+from .passes.module import Packed, attach_graph, attach_packed, finish
 from .passes.quantize import quantize
 from .passes.session import Session
 from .passes.targets import Plan
@@ -79,5 +79,5 @@ def install(session: Session, chosen: Plan, graphs: Mapping[str, fx.Graph], part
             verify(captured.graph, module, chosen.decisions, after="fuse")
         attach_graph(module, captured, strict)
     session.state.see_buffers()
-    refuse_float_state(root)
+    finish(root)
     session.forget_tensors()

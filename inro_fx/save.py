@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from .atomic import replacing
 from .checks import check_model
 from .errors import FileError, InroError, ModelError
-from .passes.module import GraphForward, Packed, PackedWeights, attach_graph, attach_packed, refuse_float_state, user_class
+from .passes.module import GraphForward, Packed, PackedWeights, attach_graph, attach_packed, finish, user_class
 from .passes.scheme import Layout, Scheme
 from .passes.state import clone, prepare
 from .passes.stored import Codec, NotStored
@@ -312,7 +312,7 @@ def _rebuild(model: nn.Module, manifest: Mapping[str, Any], entries: Mapping[str
     for path, data in content["records"].items():
         root.get_submodule(path).__dict__["_inro"] = _record(data, path, unstored)
     _refuse_meta(root, file)
-    refuse_float_state(root)
+    finish(root)
     return root
 
 

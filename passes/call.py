@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .trace import ExampleProxy, TraceError, Tracer
 
-__all__ = ["Call", "Slot", "rebuild", "strip"]
+__all__ = ["Call", "Slot", "attributes_of", "rebuild", "strip"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +235,17 @@ def rebuild(template: Any, results: Sequence[Any]) -> Any:
     return _transform(template, lambda x: type(x) is Slot, lambda slot: results[slot.index], {})
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, whether it keeps them in a dict or in slots."""
+    names = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    return {**{n: getattr(value, n) for n in names if hasattr(value, n)}, **getattr(value, "__dict__", {})}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return tuple(n for n in ((slots,) if isinstance(slots, str) else slots) if not n.startswith("__"))
+
+
 def _transform(value: Any, wanted: Callable[[Any], bool], replace: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     if wanted(value):
         return replace(value)
@@ -247,11 +259,13 @@ def _transform(value: Any, wanted: Callable[[Any], bool], replace: Callable[[Any
         items = [again(v) for v in value]
         return kind._make(items) if hasattr(value, "_fields") else kind(items) if any(
             a is not b for a, b in zip(items, value, strict=True)) else value
-    if kind is list:
-        new_list: list = []
+    if isinstance(value, list):
+        new_list: list = [] if kind is list else copy.copy(value)
         memo[id(value)] = new_list
-        new_list.extend(again(v) for v in value)
+        new_list[:] = [again(v) for v in value]
         return new_list
+    if isinstance(value, functools.partial):
+        return functools.partial(again(value.func), *again(value.args), **again(value.keywords))
     if dataclasses.is_dataclass(value) and isinstance(value, Mapping):   # such as the outputs of transformers
         items = {k: again(v) for k, v in value.items()}
         fields = {f.name: again(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in items}
@@ -266,10 +280,11 @@ def _transform(value: Any, wanted: Callable[[Any], bool], replace: Callable[[Any
         if kind is not dict and getattr(value, "__dict__", None):
             vars(new_dict).update({k: again(v) for k, v in vars(value).items()})
         return new_dict
-    attributes = getattr(value, "__dict__", None)
-    if dataclasses.is_dataclass(value) and not attributes:              # one with slots
-        attributes = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    if attributes is None or callable(value) or isinstance(value, torch.nn.Module):
+    for cell in getattr(value, "__closure__", None) or ():
+        if wanted(cell.cell_contents):
+            raise TraceError("returns a function that holds a traced value")
+    attributes = attributes_of(value)
+    if not attributes or callable(value) or isinstance(value, torch.nn.Module):
         return value
     changed = {k: again(v) for k, v in attributes.items()}
     if all(changed[k] is attributes[k] for k in attributes):

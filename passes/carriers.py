@@ -49,6 +49,16 @@ def _einsum(position: int) -> Callable[[int, Mapping[str, Any]], Axes]:
     return reduced
 
 
+def _tensordot(position: int) -> Callable[[int, Mapping[str, Any]], Axes]:
+    def reduced(ndim: int, call: Mapping[str, Any]) -> Axes:
+        dims = call.get("dims", 2)
+        if isinstance(dims, int):
+            return tuple(range(ndim - dims, ndim)) if position == 0 else tuple(range(dims))
+        chosen = dims[position]
+        return tuple(d % ndim for d in ((chosen,) if isinstance(chosen, int) else chosen))
+    return reduced
+
+
 @dataclasses.dataclass(frozen=True)
 class Carrier:
     """One operator: its ``names``, its parameters in order, and for each that may be the weight, the axes summed over.
@@ -68,6 +78,8 @@ class Carrier:
             operands = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else args[1:]
             return {"equation": args[0] if args else kwargs.get("equation"),
                     **dict(zip(self.parameters[1:], operands, strict=False))}
+        if self.listed and len(args) > 3 and isinstance(args[3], (list, tuple)):      # a packed sequence: data and its batch sizes
+            args = (args[0], *args[2:])
         return {**dict(zip(self.parameters, args, strict=False)), **{ALIASES.get(k, k) if self.op == "matmul" else k: v
                                                                       for k, v in kwargs.items()}}
 
@@ -85,8 +97,13 @@ CARRIERS: tuple[Carrier, ...] = (
     Carrier("addmm", ("addmm",), ("bias", "mat1", "mat2"), {"mat1": _last, "mat2": _before_last}),
     Carrier("baddbmm", ("baddbmm", "addbmm"), ("bias", "batch1", "batch2"), {"batch1": _last, "batch2": _before_last}),
     Carrier("grouped_mm", ("_grouped_mm", "grouped_mm"), ("input", "mat2", "offs"), {"mat2": _before_last}),
-    Carrier("einsum", ("einsum",), ("equation", "first", "second", "third"),
-            {"first": _einsum(0), "second": _einsum(1), "third": _einsum(2)}),
+    Carrier("mv", ("mv",), ("input", "vec"), {"input": _last}),
+    Carrier("addmv", ("addmv",), ("bias", "mat", "vec"), {"mat": _last}),
+    Carrier("inner", ("inner",), ("input", "other"), {"input": _last, "other": _last}),
+    Carrier("tensordot", ("tensordot",), ("a", "b", "dims"), {"a": _tensordot(0), "b": _tensordot(1)}),
+    Carrier("multi_dot", ("linalg_multi_dot",), ("tensors",), {"tensors": _last}, listed=True),
+    Carrier("einsum", ("einsum",), ("equation", "first", "second", "third", "fourth", "fifth"),
+            dict(zip(("first", "second", "third", "fourth", "fifth"), map(_einsum, range(5)), strict=True))),
     Carrier("conv1d", ("conv1d",), _CONV, {"weight": _all_but_first}),
     Carrier("conv2d", ("conv2d",), _CONV, {"weight": _all_but_first}),
     Carrier("conv3d", ("conv3d",), _CONV, {"weight": _all_but_first}),

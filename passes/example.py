@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from .call import IMMUTABLE
+from .call import IMMUTABLE, attributes_of
 from .failures import InputError
 
 __all__ = ["Example", "compare", "kept_random_state", "run", "tensors_in"]
@@ -52,12 +53,14 @@ class Example:
 
     def one_row_more(self) -> Example | None:
         """The same example with one more row in every tensor that has as many rows as the first; None if there is none."""
-        rows = next((x.shape[0] for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor) and x.dim()), 0)
+        def is_plain(x: Any) -> bool:
+            return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
+        rows = next((x.shape[0] for x in tree_leaves((self.args, self.kwargs)) if is_plain(x) and x.dim()), 0)
         if not rows:
             return None
 
         def grow(x: Any) -> Any:
-            return torch.cat([x, x[:1]]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x
+            return torch.cat([x, x[:1]]) if is_plain(x) and x.dim() and x.shape[0] == rows else x
         return Example(*tree_map(grow, (self.args, self.kwargs)))
 
 
@@ -70,12 +73,15 @@ def run(model: nn.Module, example: Example) -> Any:
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Everything inside may seed and draw; afterwards the random state of torch (every device) and Python is as before."""
+    """Everything inside may seed and draw; afterwards the random state of torch (every device), Python and numpy is as before."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
-    state = random.getstate()
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
     with torch.random.fork_rng(devices=devices):
         yield
     random.setstate(state)
+    if numpy is not None:
+        numpy.random.set_state(numpy_state)
 
 
 def compare(want: Any, got: Any) -> str | None:
@@ -88,8 +94,13 @@ def compare(want: Any, got: Any) -> str | None:
         if isinstance(a, Tensor) != isinstance(b, Tensor):
             return f"it returns {type(b).__name__} in the place of {type(a).__name__}"
         if not isinstance(a, Tensor):
-            if hasattr(a, "__dict__") and type(a) is type(b):
-                inner = compare(_attributes(a), _attributes(b))
+            if type(a) is type(b) and not callable(a) and (parts := attributes_of(a)):
+                inner = compare({k: v for k, v in parts.items() if not callable(v)},
+                                {k: v for k, v in attributes_of(b).items() if not callable(v)})
+                if inner is not None:
+                    return inner
+            if isinstance(a, (list, dict)) and type(a) is type(b):
+                inner = compare(dict(a) if isinstance(a, dict) else list(a), dict(b) if isinstance(b, dict) else list(b))
                 if inner is not None:
                     return inner
             elif isinstance(a, (bool, int, float, str)) and a != b and a == a:
@@ -130,10 +141,6 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif depth and not isinstance(leaf, (nn.Module, type)):
-            slots = [f.name for f in dataclasses.fields(leaf)] if dataclasses.is_dataclass(leaf) else []
-            inner = vars(leaf).values() if hasattr(leaf, "__dict__") else (getattr(leaf, name) for name in slots)
-            yield from tensors_in(list(inner), depth - 1)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    return {k: v for k, v in vars(value).items() if not callable(v)}
+            yield from tensors_in(list(attributes_of(leaf).values()), depth - 1)
+            if isinstance(leaf, (list, tuple, dict)):                     # of a class that pytree does not know
+                yield from tensors_in([*leaf.values()] if isinstance(leaf, dict) else [*leaf], depth - 1)

@@ -108,8 +108,9 @@ def observing(root: nn.Module, observers: Mapping[str, tuple[fx.Graph, Observer]
     """While this lasts, the captured modules at these paths run their graphs node by node under an observer."""
     modules = [(root.get_submodule(path), graph, observe) for path, (graph, observe) in observers.items()]
     saved = [m.__dict__["_inro_run"] for m, _, _ in modules]
-    for module, graph, observe in modules:
-        module.__dict__["_inro_run"] = lambda self, *flat, g=graph, o=observe: interpret(self, g, list(flat), o)
+    for (module, graph, observe), before in zip(modules, saved, strict=True):
+        module.__dict__["_inro_run"] = lambda self, *flat, g=graph, o=observe, b=before: (
+            b(self, *flat) if torch.compiler.is_compiling() else interpret(self, g, list(flat), o))
     try:
         yield
     finally:
@@ -120,7 +121,8 @@ def observing(root: nn.Module, observers: Mapping[str, tuple[fx.Graph, Observer]
 def _main_tensor(value: Any) -> Tensor | None:
     while isinstance(value, (tuple, list)) and value:
         value = value[0]
-    return value if isinstance(value, Tensor) and not value.dtype.is_complex and value.is_floating_point() else None
+    plain = isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided and not value.is_nested
+    return value if plain else None
 
 
 def _squares(want: Tensor, got: Tensor) -> tuple[float, float]:
@@ -160,9 +162,9 @@ def run_float(session: Session, example: Example, rewritten: Mapping[str, fx.Gra
         if not path and readers:
             observe = _releasing(observe, readers, release)
         observers[path] = (capture.graph, observe)
-    recorder = _PythonUses(session, decisions, pack, errors)
-    with observing(session.root, observers), recorder if session.python_uses else contextlib.nullcontext():
-        run(session.root, example)
+    with observing(session.root, observers):
+        with _PythonUses(session, decisions, pack, errors) if session.python_uses else contextlib.nullcontext():
+            run(session.root, example)
     return errors
 
 
@@ -236,7 +238,7 @@ class _PythonUses(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         value = func(*args, **kwargs)
-        if carrier_of(func) is None:
+        if torch.compiler.is_compiling() or carrier_of(func) is None:
             return value
         for use in observed_use(func, args, kwargs, self.alias):
             key = self.keys.get(f"{use.constant}:{use.op}")

@@ -11,20 +11,23 @@ that ``isinstance``, methods, properties and attributes stay. Its parts:
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
 import keyword
+import sys
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import _format_target
 from torch.fx.graph_module import _forward_from_src
+from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_unflatten
 
 from .call import Call, Slot, TensorLeaf, _equal, rebuild
@@ -32,10 +35,11 @@ from .failures import GraphNotTaken, ModelError, StateError
 from .plain import GraphData
 from .trace import GuardFailed, guard
 
-__all__ = ["Capture", "GraphForward", "Packed", "PackedWeights", "attach_graph", "attach_packed", "detach_graph", "needs_rebasing", "rebased", "recurrent",
-           "refuse_float_state", "user_class"]
+__all__ = ["Capture", "GraphForward", "Packed", "PackedWeights", "attach_graph", "attach_packed", "detach_graph", "finish",
+           "needs_rebasing", "rebased", "recurrent", "user_class", "without_global_hooks"]
 
 _ABSENT = object()
+_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
 ERRORS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)     # of operators
 
 
@@ -66,6 +70,8 @@ class Capture:
             return altered
         if module.training:
             return "training mode"
+        if _GLOBAL_HOOKS or _GLOBAL_PRE_HOOKS:
+            return "global module hooks"
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             return "autocast"
         if "grad" in self.call.facts and torch.is_grad_enabled():
@@ -89,8 +95,8 @@ class Packed:
         return {part: getattr(module, name) for part, name in zip(self.scheme.parts, self.buffers, strict=True)}
 
     def unpack(self, module: nn.Module) -> Tensor:
-        matrix = self.scheme.unpack(self.parts(module), self.layout.columns, self.dtype)
-        return self.layout.restore(matrix)
+        weight = self.layout.restore(self.scheme.unpack(self.parts(module), self.layout.columns, self.dtype))
+        return weight if torch.compiler.is_compiling() else nn.Parameter(weight, requires_grad=False)    # as code may ask for
 
 
 class Part(nn.Module):
@@ -98,6 +104,29 @@ class Part(nn.Module):
 
     def __init_subclass__(cls, **_: Any) -> None:
         """A user's own __init_subclass__ does not hear of them."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        """The float parameters; where there are none, and code that is not torch's asks, weights unpacked one by one.
+
+        So that ``next(self.parameters()).device`` finds one in a model that has no biases.
+        """
+        nothing = True
+        for item in super().named_parameters(prefix, recurse, remove_duplicate):
+            nothing = False
+            yield item
+        for path, module in self.named_modules(prefix=prefix) if nothing and recurse and not _torch_asks() else ():
+            for name in vars(module).get("_inro_packed", {}):
+                yield f"{path}.{name}" if path else name, getattr(module, name)
+
+
+def _torch_asks() -> bool:
+    """Is it torch that consumes the generator which calls this, directly or through ``parameters()``?"""
+    if torch.compiler.is_compiling():
+        return False
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == torch_module.__file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
 
 
 class PackedWeights(Part):
@@ -117,6 +146,20 @@ class PackedWeights(Part):
             holder, there = state["_inro_links"][name]
             return getattr(holder, there)
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._refuse_change(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse_change(name)
+        super().__delattr__(name)
+
+    def _refuse_change(self, name: str) -> None:
+        packed = self.__dict__.get("_inro_packed", {}).get(name)
+        if packed is not None:
+            raise ModelError(f"{type(self).__name__}.{name} is held as codes ({packed.buffers[0]}), so no other weight can be put "
+                             f"there: quantize the model again with the new weight")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = {name: self._buffers[name] for packed in self._inro_packed.values() for name in packed.buffers
@@ -209,7 +252,8 @@ class GraphForward(Part):
         source = code.src
         for node in self._inro_graph.nodes:
             if node.op in ("get_attr", "call_module") and not all(map(_is_plain_name, str(node.target).split("."))):
-                source = source.replace(_format_target("self", str(node.target)), _spelled_out(str(node.target)))
+                written = _format_target("self", str(node.target)).replace("\n", "\n    ")      # fx indents every line
+                source = source.replace(written, _spelled_out(str(node.target)))
         self.__dict__["_inro_code"] = source
         self.__dict__["_inro_run"] = _forward_from_src(source, code.globals, None)
         return code
@@ -339,9 +383,11 @@ def _graph_of_forward(module: nn.Module) -> fx.Graph:
     """What an altered module computes, for those who run ``module.graph`` in the place of the module, as torch.export does."""
     call = module._inro_capture.call
     graph = fx.Graph()
-    inputs = {leaf.name: graph.placeholder(leaf.name) for leaves in call.leaves for leaf in leaves if isinstance(leaf, TensorLeaf)}
-    values = [[inputs.get(leaf.name, getattr(leaf, "value", None)) for leaf in leaves] for leaves in call.leaves]
-    args, kwargs = call.spread([v[0] if spec is None else tree_unflatten(v, spec) for v, spec in zip(values, call.specs, strict=True)])
+    values = []
+    for leaves, spec in zip(call.leaves, call.specs, strict=True):
+        flat = [graph.placeholder(leaf.name) if isinstance(leaf, TensorLeaf) else leaf.value for leaf in leaves]
+        values.append(flat[0] if spec is None else tree_unflatten(flat, spec))
+    args, kwargs = call.spread(values)
     graph.output(graph.call_function(OwnForward(module), args, kwargs))
     return graph
 
@@ -387,7 +433,7 @@ class Rebased(Part):
 @functools.cache
 def needs_rebasing(user: type) -> bool:
     """Can an instance of this class not become one of a subclass?"""
-    probe = object.__new__(user)
+    probe: Any = object.__new__(user)
     try:
         probe.__class__ = _composed(user, (PackedWeights,))
     except TypeError:
@@ -451,7 +497,7 @@ def _hooks(module: nn.Module) -> int:
 
 
 def _watch(module: nn.Module) -> None:
-    """Notes how the modules below a captured one are now (leaves that its graph calls look after themselves), and what they read."""
+    """Notes how the modules below a captured one are now; leaves that its graph calls look after themselves."""
     called = {str(n.target) for n in module._inro_graph.nodes if n.op == "call_module"}
     inside, watched = [], {}
     for path, child in module.named_modules():
@@ -478,8 +524,9 @@ def _container(value: Any) -> Any:
 
 def _altered(module: nn.Module, lasting: bool = False) -> str | None:
     """What is no more as it was when the module was captured; ``lasting``: apart from the mode, which every copy can tell."""
-    if module._inro_changed is not None:
-        return module._inro_changed
+    changed: Any = module._inro_changed
+    if changed is not None:
+        return changed
     return _altered_below(module, lasting)
 
 
@@ -502,7 +549,7 @@ def _altered_below(module: nn.Module, lasting: bool) -> str | None:
     return None
 
 
-_altered_below._dynamo_marked_constant = True  # type: ignore[attr-defined]    # torch.compiler.assume_constant_result
+_altered_below._dynamo_marked_constant = True    # torch.compiler.assume_constant_result
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -577,9 +624,25 @@ def recurrent(module: nn.Module) -> None:
     module._init_flat_weights()
 
 
-def refuse_float_state(root: nn.Module) -> None:
-    """Makes ``root.load_state_dict`` refuse the weights of the float model before it copies anything."""
-    root.register_load_state_dict_pre_hook(_check_state)
+@contextlib.contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Hooks on all modules of the process (torch.nn.modules.module) do not see the runs inside."""
+    kept = [(hooks, dict(hooks)) for hooks in (_GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS)]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
+
+
+def finish(root: nn.Module) -> None:
+    """What the root of a quantized model needs beside its graph and weights."""
+    if not issubclass(type(root), Part):
+        root.__dict__.update(_inro_packed={}, _inro_links={})
+        _add_part(root, PackedWeights)
+    root.register_load_state_dict_pre_hook(_check_state)       # refuses the float model's weights before anything is copied
 
 
 def _check_state(root: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .call import Call, Slot, rebuild, strip
 from .carriers import observed_use
@@ -159,6 +161,9 @@ class Session:
                 or self.leaf_reason(module, path) is not None:
             return module_call(module, *args, **kwargs)
         result, captured = self.trace(path, "region", args, kwargs)
+        wants_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves((args, kwargs)))
+        if captured and wants_grad:
+            return module_call(module, *args, **kwargs)                     # the caller goes on to ask for gradients
         return result if captured else self.run_leaf(path, args, kwargs)
 
     # -- one region --
@@ -179,7 +184,10 @@ class Session:
                 traced = call.capture(values, tracer.placeholder)
                 leaves, spec = tree_flatten(traced)
                 given_args, given_kwargs = call.spread(traced)
+                drawn = _random_state()
                 result = tracer.run(forward or module.forward, given_args, given_kwargs)
+                if _random_state() != drawn:
+                    raise TraceError("draws random numbers outside of torch")
                 leaves_after, spec_after = tree_flatten(traced)
                 if spec != spec_after or any(a is not b for a, b in zip(leaves, leaves_after, strict=True)):
                     raise TraceError("changes a container among its inputs")
@@ -217,6 +225,13 @@ class Session:
                 raise TraceError(f"keeps a value in self.{name} ({path or 'the module itself'})")
 
 
+def _random_state() -> tuple:
+    """Of Python and numpy: torch's own random numbers are nodes."""
+    numpy = sys.modules.get("numpy")
+    kind, keys, position, *_ = ("", b"", 0) if numpy is None else numpy.random.get_state()
+    return random.getstate(), kind, bytes(keys), position
+
+
 def _has_foreign_hooks(module: nn.Module) -> bool:
     """Hooks that somebody put on the module; those that its own library has set are part of its forward, and are traced."""
     library = user_class(module).__module__.partition(".")[0]
@@ -236,6 +251,8 @@ class _UseRecorder(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return result
         for tensor in (result,) if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ():
             if isinstance(tensor, Tensor):
                 self.session.made[id(tensor)] = tensor

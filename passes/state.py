@@ -156,7 +156,7 @@ class ModuleState:
     """
 
     def __init__(self, root: nn.Module):
-        self._memo = {id(m): m for m in root.modules()}
+        self._memo: dict[int, Any] = {id(m): m for m in root.modules()}
         for module in root.modules():
             self._memo.update({id(t): t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None})
         pristine: dict[int, Any] = dict(self._memo)
@@ -173,7 +173,7 @@ class ModuleState:
         for path, module, before in self.saved:
             now = _attributes(module)
             for name in {**before, **now}:
-                value, pristine = before.get(name, (_ABSENT, _ABSENT))
+                pristine = before[name][1] if name in before else _ABSENT
                 if pristine is not _UNKNOWN and not _alike(now.get(name, _ABSENT), pristine, seen):
                     yield path, module, name
         for path, module, buffers in self.buffers:
@@ -288,10 +288,11 @@ class _StateWatch(TorchDispatchMode):
 
     def __init__(self, storages: dict[int, str]):
         super().__init__()
-        self.storages = storages
+        self.storages, self.compiled = storages, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.compiled = self.compiled or isinstance(func, torch._ops.HigherOrderOperator)
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             for i, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
@@ -322,8 +323,10 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> tuple[
                     if tensor is not None and full not in written and tensor.numel():
                         names[storage_of(tensor)] = full
         try:
-            with _StateWatch(names):
+            with _StateWatch(names) as watch:
                 want = run(root, example)
+            if watch.compiled:                             # what torch.cond compiles inside a mode fails outside of it
+                torch._dynamo.reset()
             return written, want
         except _StateWritten as state:
             own.restore()

@@ -121,7 +121,7 @@ module_call = nn.Module.__call__            # the real one, whatever is patched 
 def _patch_call(original: Callable) -> Callable:
     @functools.wraps(original)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        frame = active()
+        frame = None if torch.compiler.is_compiling() else active()         # inside torch.cond, say
         return original(self, *args, **kwargs) if frame is None else frame.call_module(self, args, kwargs)
     return __call__
 
@@ -130,7 +130,7 @@ def _patch_getattr(original: Callable) -> Callable:
     @functools.wraps(original)
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = original(self, name)
-        frame = active()
+        frame = None if torch.compiler.is_compiling() else active()
         return frame.read(self, name, value) if isinstance(frame, Tracer) and isinstance(value, Tensor) else value
     return __getattr__
 
@@ -187,6 +187,16 @@ def _patch_check(original: Callable) -> Callable:
     return check
 
 
+def _patch_setting(original: Callable) -> Callable:
+    """What code learns about, or does to, the state of torch around it is no fact of the model; nor is code that torch compiles."""
+    @functools.wraps(original)
+    def setting(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(active(), Tracer) and not sys._getframe(1).f_code.co_filename.startswith(INTERNAL):
+            raise TraceError(f"calls torch.{original.__name__} at {where()}")
+        return original(*args, **kwargs)
+    return setting
+
+
 @dataclasses.dataclass(frozen=True)
 class Applied:
     """The target of a node that calls ``function.apply``."""
@@ -218,6 +228,8 @@ _PATCHES = [(builtins, "isinstance", _patch_isinstance), (nn.Module, "__call__",
 _PATCHES += [(torch, name, _patch_factory) for name in ("ones", "zeros", "empty", "rand", "randn")]
 _PATCHES += [(torch, name, _patch_check) for name in ("_assert", "_check", "_check_with", "_check_tensor_all",
                                                          "_check_tensor_all_with")]
+_PATCHES += [(torch, name, _patch_setting) for name in ("manual_seed", "is_inference_mode_enabled", "get_default_dtype",
+                                                         "get_rng_state", "set_rng_state", "seed", "initial_seed", "cond")]
 _PATCHES += [(torch.autograd.Function, "apply", _patch_apply)]
 
 
@@ -641,6 +653,8 @@ class Tracer(TracerBase):
         """Records one node, runs it on the example, and hands out a proxy, a tuple of them, or a plain fact."""
         if self._raised:
             raise TraceError(f"catches an exception that an operator raised, before {where()}")
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            raise TraceError(f"calls torch.{target.name()}, whose branches are code of their own")
         proxies = _proxies((args, kwargs))
         first = args[0] if args and type(args[0]) is ExampleProxy else None
         if kind == "call_method" and first is not None and isinstance(first.example, Tensor):

@@ -32,6 +32,12 @@ SAMPLES = {
               (lambda x, w: x.new_ones(8, 3).addmm(w, x), (16, 3), [(8, 16)])],
     "baddbmm": [(lambda x, w: torch.baddbmm(x.new_ones(1), x, w), (2, 3, 16), [(2, 16, 8)])],
     "addbmm": [(lambda x, w: torch.addbmm(x.new_ones(1), x, w), (2, 3, 16), [(2, 16, 8)])],
+    "mv": [(lambda x, w: torch.mv(w, x), (16,), [(8, 16)]), (lambda x, w: w.mv(x), (16,), [(8, 16)])],
+    "addmv": [(lambda x, w: torch.addmv(x.new_ones(8), w, x), (16,), [(8, 16)])],
+    "inner": [(lambda x, w: torch.inner(x, w), (3, 16), [(8, 16)]), (lambda x, w: torch.inner(w, x), (3, 16), [(8, 16)])],
+    "tensordot": [(lambda x, w: torch.tensordot(x, w, 1), (3, 16), [(16, 8)]), (lambda x, w: torch.tensordot(w, x, dims=([1], [-1])), (3, 16), [(8, 16)]),
+                  (lambda x, w: torch.tensordot(x, w), (3, 4, 6), [(4, 6, 8)])],
+    "linalg_multi_dot": [(lambda x, w, v: torch.linalg.multi_dot([x, w.t(), v.t()]), (3, 16), [(8, 16), (12, 8)])],
     "_grouped_mm": [],      # needs bfloat16 and aligned sizes: test_grouped_mm
     "grouped_mm": [],
     "einsum": [(lambda x, w: torch.einsum("bi,oi->bo", x, w), (3, 16), [(8, 16)]), (lambda x, w: torch.einsum("oi,bi->bo", [w, x]), (3, 16), [(8, 16)]),
