@@ -17,8 +17,12 @@ import dataclasses
 import functools
 import inspect
 import keyword
+import linecache
+import re
 import sys
 import types
+import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import _format_target
-from torch.fx.graph_module import _forward_from_src
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_unflatten
 
@@ -250,12 +253,13 @@ class GraphForward(Part):
         """Makes Python of the graph."""
         code = self._inro_graph.python_code(root_module="self")
         source = code.src
-        for node in self._inro_graph.nodes:
-            if node.op in ("get_attr", "call_module") and not all(map(_is_plain_name, str(node.target).split("."))):
-                written = _format_target("self", str(node.target)).replace("\n", "\n    ")      # fx indents every line
-                source = source.replace(written, _spelled_out(str(node.target)))
+        targets = {str(n.target) for n in self._inro_graph.nodes if n.op in ("get_attr", "call_module")}
+        for target in sorted(targets, key=len, reverse=True):
+            if any(map(_misspelled, target.split("."))):
+                written = re.escape(_format_target("self", target).replace("\n", "\n    "))        # fx indents every line
+                source = re.sub(written + r"(?!\w)", _spelled_out(target).replace("\\", r"\\"), source)
         self.__dict__["_inro_code"] = source
-        self.__dict__["_inro_run"] = _forward_from_src(source, code.globals, None)
+        self.__dict__["_inro_run"] = _compiled(source, code.globals)
         return code
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -299,6 +303,28 @@ class GraphForward(Part):
         return new
 
 
+_sources: Counter[str] = Counter()          # files of compiled graphs -> how many functions of that source live
+
+
+def _compiled(source: str, names: dict[str, Any]) -> Callable:
+    """The function that the source of a graph defines; tracebacks show its lines for as long as it lives, unlike those of fx."""
+    file = sys.intern(f"<graph {zlib.crc32(source.encode()):08x}>")
+    names = dict(names)
+    exec(compile(source, file, "exec"), names)
+    function = names.pop("forward")
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    _sources[file] += 1
+    weakref.finalize(function, _forget_source, file)
+    return function
+
+
+def _forget_source(file: str) -> None:
+    _sources[file] -= 1
+    if not _sources[file]:
+        del _sources[file]
+        linecache.cache.pop(file, None)
+
+
 def _spelled_out(target: str) -> str:
     """``self.class.weight``, which Python cannot parse, with getattr."""
     expression = "self"
@@ -307,8 +333,9 @@ def _spelled_out(target: str) -> str:
     return expression
 
 
-def _is_plain_name(name: str) -> bool:
-    return name.isidentifier() and not keyword.iskeyword(name)
+def _misspelled(name: str) -> bool:
+    """Does fx write this name so that Python reads something else?"""
+    return keyword.iskeyword(name) or any(c in name for c in '"\\\n\r')
 
 
 def _mapped_dtype(dtype: torch.dtype, fn: Callable[[Tensor], Tensor]) -> torch.dtype:

@@ -417,6 +417,15 @@ def test_names_of_every_kind(name, tmp_path):
     assert torch.equal(inro_fx.load(inro_fx.save(small, tmp_path / "m.safetensors"), model)(x), small(x))
 
 
+def test_names_that_begin_alike_or_with_digits():
+    for names in (["0", "0q", "class", "class_", "classes"], ["q", "qk", "import", "imports"]):
+        model = net(lambda self, x: sum(m(x) for m in self.d.values()), d=nn.ModuleDict({n: linear() for n in names}))
+        x = torch.randn(3, 16)
+        small = inro_fx.quantize_graph(model, x)
+        assert agrees(model, small, x)
+        assert inro_fx.report(small).nodes
+
+
 def test_a_weight_cannot_be_replaced_in_silence():
     small = small_net()
     with pytest.raises(inro_fx.ModelError, match=r"weight is held as codes \(weight_codes\).*quantize the model again"):
