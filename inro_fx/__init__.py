@@ -14,7 +14,7 @@ _OLDEST = (2, 11)
 if tuple(int(n) for n in torch.__version__.split(".")[:2]) < _OLDEST:
     raise ImportError(f"inro_fx {__version__} needs torch {_OLDEST[0]}.{_OLDEST[1]} or newer; this is torch {torch.__version__}")
 
-from .api import quantize_graph  # noqa: E402 - after the check of the version
+from .api import convert_graph, prepare_graph, quantize_graph  # noqa: E402 - after the check of the version
 from .benchmark import Benchmark, Timing, benchmark  # noqa: E402
 from .draw import draw, to_networkx  # noqa: E402
 from .errors import (  # noqa: E402
@@ -29,21 +29,34 @@ from .errors import (  # noqa: E402
     StateError,
 )
 from .kernels import kernels  # noqa: E402 - the function; the package of that name stays importable
+from .observers import (  # noqa: E402
+    HistogramObserver,
+    MinMaxObserver,
+    MovingAverageObserver,
+    Observer,
+    PercentileObserver,
+    all_reduce_observers,
+)
 from .onnx_export import export_onnx  # noqa: E402
 from .report import Report, Row, Skipped, report  # noqa: E402
 from .save import load, save  # noqa: E402
-from .schemes import SCHEMES, Scheme, uniform  # noqa: E402
+from .schemes import SCHEMES, Scheme, static, uniform  # noqa: E402
 
 __all__ = [
     "SCHEMES",
     "Benchmark",
     "FileError",
     "GraphNotTaken",
+    "HistogramObserver",
     "InputError",
     "InroError",
+    "MinMaxObserver",
     "MissingTool",
     "ModelError",
+    "MovingAverageObserver",
+    "Observer",
     "PassError",
+    "PercentileObserver",
     "Report",
     "Row",
     "Scheme",
@@ -51,14 +64,18 @@ __all__ = [
     "Skipped",
     "StateError",
     "Timing",
+    "all_reduce_observers",
     "benchmark",
+    "convert_graph",
     "draw",
     "export_onnx",
     "kernels",
     "load",
+    "prepare_graph",
     "quantize_graph",
     "report",
     "save",
+    "static",
     "to_networkx",
     "uniform",
 ]

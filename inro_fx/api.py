@@ -12,14 +12,17 @@ import torch
 from torch import nn
 
 from .checks import check_model
-from .errors import InputError, ModelError, SchemeError
-from .packing import Packer, install
+from .errors import InputError, InroError, ModelError, SchemeError
+from .observers import Observer
+from .packing import Packer, install, settle_inputs, takes_inputs
 from .passes.capture import capture as capture_graphs
+from .passes.constants import owner_of
 from .passes.example import Example, compare, kept_random_state, run, tensors_in
 from .passes.fold_batchnorm import fold_batchnorm as fold_batchnorm_pass
 from .passes.fuse import fuse
 from .passes.measure import run_float, run_quantized
-from .passes.module import PackedWeights, detach_graph, without_global_hooks
+from .passes.module import GraphForward, PackedWeights, attach_graph, detach_graph, without_global_hooks
+from .passes.observe import observe
 from .passes.quantize import quantize
 from .passes.scheme import Scheme
 from .passes.session import Session
@@ -28,9 +31,9 @@ from .passes.targets import Overrides, find_targets, plan
 from .passes.verify import verify
 from .progress import progress_bar
 from .report import make_record, stored_bytes
-from .schemes import find_scheme
+from .schemes import Int8Static, find_scheme
 
-__all__ = ["quantize_graph"]
+__all__ = ["convert_graph", "prepare_graph", "quantize_graph"]
 
 CAPTURES = ("auto", "export")
 MOST_CALIBRATION = 8            # batches of calibration data on which errors are measured
@@ -56,7 +59,8 @@ def quantize_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme =
         a module class or the name of an operator (``"conv2d"``), and None leaves the weight float. The first match wins; a
         pattern that matches nothing warns.
     calibration
-        Inputs like ``example_inputs`` on which the errors of the report are measured (the first eight), in its place.
+        Inputs like ``example_inputs``, an iterable that is run through once. A static scheme finds the range of each layer's
+        inputs on all of them; the errors of the report are measured on the first eight, in the place of the example.
     capture
         "auto" climbs the ladder of docs/capture.md; "export" uses ``torch.export`` for the one graph.
     inplace
@@ -81,23 +85,36 @@ def quantize_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme =
     >>> small(torch.randn(3, 64)).shape, small[0].weight_codes.dtype
     (torch.Size([3, 10]), torch.int8)
     """
+    options = _options(model, scheme, overrides, capture, inplace, fold_batchnorm, strict)
+    example = Example.of(example_inputs)
+    if options.calibrates:
+        return _calibrated(model, example, options, calibration)
+    batches = [example] if calibration is None else [Example.of(b) for b in itertools.islice(calibration, MOST_CALIBRATION)]
+    if not batches:
+        raise InputError("calibration gives no inputs")
+    with _apart(model, inplace):
+        return _quantize(model, example, batches, options)
+
+
+def _options(model: nn.Module, scheme: Any, overrides: Any, capture: str, inplace: bool = False, fold_batchnorm: bool = False,
+             strict: bool = False) -> Options:
     default = find_scheme(scheme)
     check_model(model, inplace=inplace)
     if capture not in CAPTURES:
         raise InputError(f"capture={capture!r}: it is one of {', '.join(map(repr, CAPTURES))}")
-    example = Example.of(example_inputs)
     if not isinstance(overrides or {}, Mapping):
         raise SchemeError(f"overrides must be a dict of pattern: scheme, got {type(overrides).__name__}")
     overriding = Overrides({k: v if v is None else find_scheme(v) for k, v in (overrides or {}).items()}, model)
-    batches = [example] if calibration is None else [Example.of(b) for b in itertools.islice(calibration, MOST_CALIBRATION)]
-    if not batches:
-        raise InputError("calibration gives no inputs")
+    return Options(default, overriding, capture, inplace, fold_batchnorm, strict)
 
-    options = Options(default, overriding, capture, inplace, fold_batchnorm, strict)
+
+@contextmanager
+def _apart(model: nn.Module, inplace: bool = False) -> Iterator[None]:
+    """What happens inside leaves no trace in the modes and random state of torch, nor in the model if it fails."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), \
             torch.autocast("cuda", enabled=False), kept_random_state(), without_global_hooks(), \
             _unchanged_if_it_fails(model, inplace):
-        return _quantize(model, example, batches, options)
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +128,14 @@ class Options:
     fold_batchnorm: bool
     strict: bool
 
+    @property
+    def calibrates(self) -> bool:
+        """Does any scheme need calibration data?"""
+        return any(isinstance(s, Int8Static) for s in (self.default, *(scheme for _, scheme in self.overrides.entries)))
 
-def _quantize(model: nn.Module, example: Example, batches: list[Example], options: Options) -> nn.Module:
+
+def _quantize(model: nn.Module, example: Example, batches: list[Example], options: Options,
+              observers: Mapping[str, Observer] | None = None) -> nn.Module:
     float_bytes = stored_bytes(model)
     if options.inplace:
         _try(model.eval(), example, "example_inputs")          # before anything of the user's model is touched
@@ -126,6 +149,7 @@ def _quantize(model: nn.Module, example: Example, batches: list[Example], option
     options.overrides.see(root)
     targets = find_targets(session)
     chosen = plan(session, targets, options.default, options.overrides)
+    settle_inputs(session, chosen, observers or {})
     decided = [t for t in targets if t.use.constant in chosen.decisions]
 
     graphs = {path: quantize(c.graph, chosen.decisions, path) for path, c in session.captures.items()}
@@ -160,9 +184,131 @@ def _quantize(model: nn.Module, example: Example, batches: list[Example], option
     return root
 
 
+# ---- calibration ----
+
+@dataclasses.dataclass
+class Prepared:
+    """What a prepared model carries for `convert_graph`."""
+
+    example: Example
+    scheme: Any
+    overrides: dict[Any, Any]
+    capture: str
+    observers: dict[str, str]                # weight -> path of its observer
+
+
+def prepare_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme = "int8_static", *,
+                  overrides: Mapping[Any, Any] | None = None, capture: str = "auto") -> nn.Module:
+    """A copy of ``model`` in eval mode with an observer in front of every linear whose input ``scheme`` quantizes statically.
+
+    Run it on calibration data (any calls that the model takes), then give it to `convert_graph`. The observers are modules
+    (``fc.weight_observer``), so that they are in ``state_dict`` and copies. The parameters are those of `quantize_graph`, as
+    are the errors.
+
+    >>> import torch, inro_fx
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    >>> prepared = inro_fx.prepare_graph(model, torch.randn(8, 64))
+    >>> for _ in range(4):
+    ...     _ = prepared(torch.randn(8, 64))
+    >>> inro_fx.convert_graph(prepared)[0].weight_input_scale.shape
+    torch.Size([1, 1])
+    """
+    options = _options(model, scheme, overrides, capture)
+    example = Example.of(example_inputs)
+    with _apart(model):
+        root, _ = _prepare(model, example, options)
+    return root
+
+
+def _prepare(model: nn.Module, example: Example, options: Options) -> tuple[nn.Module, Session]:
+    root = clone(model)
+    session, _ = capture_model(root, example, options.capture)
+    options.overrides.see(root)
+    chosen = plan(session, find_targets(session), options.default, options.overrides)
+    watched = {name: d for name, d in chosen.decisions.items() if isinstance(d.scheme, Int8Static) and takes_inputs(session, d)}
+    paths = {}
+    for name, decision in watched.items():
+        owner, leaf = owner_of(root, name)
+        observer = decision.scheme.new_observer()
+        observer.path = name.removesuffix(".weight")
+        owner.add_module(free := _free_name(owner, f"{leaf}_observer"), observer.to(session.tensor(name).device))
+        paths[name] = f"{decision.constant.module}.{free}".lstrip(".")
+    session.state.restore()
+    for path, captured in {**session.layers, **session.captures}.items():
+        captured.graph = observe(captured.graph, paths, path)
+        verify(captured.graph, root.get_submodule(path), {}, after="observe")
+        attach_graph(root.get_submodule(path), captured)
+    make_independent(root)
+    root.__dict__["_inro_prepared"] = Prepared(example, options.default, dict(options.overrides.entries), options.capture, paths)
+    return root, session
+
+
+def _free_name(module: nn.Module, name: str) -> str:
+    return next(n for n in (name, *(f"{name}_{i}" for i in range(1, 1000))) if not hasattr(module, n))
+
+
+def convert_graph(prepared: nn.Module, calibration: Iterable[Any] | None = None) -> nn.Module:
+    """The integer model of a prepared and calibrated one; ``prepared`` becomes the float model again.
+
+    ``calibration``, if given, are inputs on which the errors of the report are measured, in the place of the example.
+
+    Raises `ModelError` for a model that `prepare_graph` did not make, and `InputError` naming the first layer that no
+    calibration data reached.
+    """
+    record: Prepared | None = getattr(prepared, "__dict__", {}).get("_inro_prepared")
+    if record is None:
+        raise ModelError(f"this {type(prepared).__name__} was not made by inro_fx.prepare_graph")
+    observers: dict[str, Observer] = {}
+    for name, path in record.observers.items():
+        observers[name] = prepared.get_submodule(path)
+        observers[name].range()                             # raises for one that saw nothing, before anything is changed
+    _restore_float(prepared, record)
+    options = _options(prepared, record.scheme, record.overrides, record.capture)
+    batches = [record.example] if calibration is None else [Example.of(b) for b in itertools.islice(calibration, MOST_CALIBRATION)]
+    with _apart(prepared):
+        return _quantize(prepared, record.example, batches, options, observers)
+
+
+def _restore_float(prepared: nn.Module, record: Prepared) -> None:
+    for module in list(prepared.modules()):
+        if isinstance(module, GraphForward):
+            detach_graph(module)
+    for path in record.observers.values():
+        owner, leaf = owner_of(prepared, path)
+        del owner._modules[leaf]
+    prepared.__dict__.pop("_inro_prepared", None)
+
+
+def _calibrated(model: nn.Module, example: Example, options: Options, calibration: Iterable[Any] | None) -> nn.Module:
+    """prepare, run all of the calibration data, convert."""
+    if calibration is None:
+        raise InputError(f"the scheme {options.default.name} needs calibration data: give calibration=, inputs like "
+                         f"example_inputs, or use int8_dynamic, which needs none")
+    with _apart(model):
+        if options.fold_batchnorm or options.inplace:
+            raise InputError("a static scheme goes with neither fold_batchnorm nor inplace")
+        prepared, _ = _prepare(model, example, options)
+        kept: list[Example] = []
+        total = len(calibration) if hasattr(calibration, "__len__") else None
+        with progress_bar(total, "calibrating") as tick:
+            for number, batch in enumerate(calibration):
+                inputs = Example.of(batch)
+                _try(prepared, inputs, f"batch {number} of calibration")
+                kept += [inputs] if len(kept) < MOST_CALIBRATION else []
+                tick()
+        if not kept:
+            raise InputError("calibration gives no inputs")
+        record = prepared.__dict__["_inro_prepared"]
+        observers: dict[str, Any] = {name: prepared.get_submodule(path) for name, path in record.observers.items()}
+        _restore_float(prepared, record)
+        return _quantize(prepared, example, kept, options, observers)
+
+
 def _try(model: nn.Module, inputs: Example, name: str) -> None:
     try:
         run(model, inputs)
+    except InroError:
+        raise
     except Exception as error:
         raise InputError(f"the model does not run on {name}: {type(error).__name__}: {error}") from error
 

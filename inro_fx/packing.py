@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, fx
 
 from .numerics import weight_error
+from .observers import Observer
 from .passes.constants import owner_of
 from .passes.fuse import fuse
 from .passes.module import Packed, attach_graph, attach_packed, finish
+from .passes.observe import activation_of
 from .passes.quantize import quantize
 from .passes.session import Session
-from .passes.targets import Plan
+from .passes.targets import Decision, Plan, decide_again
 from .passes.verify import verify
+from .schemes import Int8Static
 
-__all__ = ["Packer", "install"]
+__all__ = ["Packer", "install", "settle_inputs", "takes_inputs"]
 
 
 class Packer:
@@ -50,6 +54,30 @@ class Packer:
         self.pack(name)
         tensor = self.session.tensor(name)
         tensor.data = tensor.data.new_empty(0)
+
+
+def takes_inputs(session: Session, decision: Decision) -> bool:
+    """Is the weight used by linears only, each on the right of an input that a graph knows?"""
+    nodes = {(path, n.name): n for path, c in session.captures.items() for n in c.graph.nodes}
+    used = [(t, nodes.get((t.capture, t.node or ""))) for t in decision.targets]
+    return len(decision.constant.shape) == 2 and all(n is not None and activation_of(n, t.use) is not None for t, n in used)
+
+
+def settle_inputs(session: Session, chosen: Plan, observers: Mapping[str, Observer]) -> None:
+    """Gives every static scheme the range that its observer found, or takes its activations to stay float.
+
+    Raises `InputError` for a layer that the example reached and the calibration data did not.
+    """
+    for name, decision in chosen.decisions.items():
+        scheme = decision.scheme
+        if not isinstance(scheme, Int8Static):
+            continue
+        unreached = {session.kind_of(t.capture) for t in decision.targets} <= {"unreached"}
+        if name in observers and takes_inputs(session, decision) and not unreached:
+            again = decide_again(session, decision, scheme.calibrated(observers[name]))
+            chosen.decisions[name] = dataclasses.replace(again, observer=scheme.observer, clipped=observers[name].clipped())
+        else:
+            chosen.decisions[name] = decide_again(session, decision, scheme.without_inputs())
 
 
 def install(session: Session, chosen: Plan, graphs: Mapping[str, fx.Graph], parts: Mapping[str, Mapping[str, Tensor]],

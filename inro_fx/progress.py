@@ -11,7 +11,7 @@ __all__ = ["progress_bar"]
 
 
 @contextmanager
-def progress_bar(total: int, label: str) -> Iterator[Any]:
+def progress_bar(total: int | None, label: str) -> Iterator[Any]:
     """A tqdm bar where tqdm is installed and somebody looks at a terminal; silence elsewhere."""
     try:
         from tqdm import tqdm

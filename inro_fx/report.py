@@ -57,6 +57,8 @@ class Row:
     quantized_bytes: int
     kernel: str
     note: str = ""
+    observer: str = ""                     # what found the range of a static layer's inputs
+    clipped: float | None = None           # the share of the calibration data outside of that range
 
     @property
     def ratio(self) -> float | None:
@@ -125,7 +127,8 @@ def make_record(session: Session, chosen: Plan, targets: list[Target], graphs: M
             quantized_bytes=fact["bytes"] if first else 0,
             kernel=_kernel_of(meta, decision, target.use.op) if target.node is not None else "dequantize (Python)",
             note=f"shares the codes of {constant.name}" if not first else
-            "the example does not reach it" if session.kind_of(target.capture) == "unreached" else meta.get("unfused", "")))
+            "the example does not reach it" if session.kind_of(target.capture) == "unreached" else meta.get("unfused", ""),
+            observer=decision.observer, clipped=decision.clipped))
     skipped = [Skipped(s.constant.name, s.constant.shape, s.reason, s.constant.bytes) for s in chosen.skips]
     by_target = {t.key: errors[t.key].propagated if errors[t.key].propagated is not None else errors[t.key].isolated
                  for t in targets if t.key in errors}
@@ -139,7 +142,7 @@ def _kernel_of(meta: Mapping[str, Any], decision: Any, op: str) -> str:
     """The operator, and for the integer linears what runs it on the CPU for as many rows as the example has."""
     name = meta.get("kernel", f"dequantize + {op}")
     operator = name.removeprefix("inro_fx.")
-    if operator not in ("linear", "linear_dynamic"):
+    if operator not in ("linear", "linear_dynamic", "linear_static"):
         return name
     scheme = decision.scheme
     return f"{name}/{kernel_for(operator, scheme.bits, scheme.group, decision.layout.columns, meta.get('rows', 0))}"
@@ -220,6 +223,8 @@ class Report:
         sections = []
         if self.rows:
             columns = [(head, align, [text(row) for row in self.rows]) for head, align, text in COLUMNS]
+            if not any(r.observer for r in self.rows):
+                columns = [c for c in columns if c[0] not in ("inputs", "clipped")]
             if len({r.scheme for r in self.rows}) == 1:
                 columns = [c for c in columns if c[0] != "scheme"]           # the totals name it
             used = sum(2 + max(map(len, [*head.split("\n"), *cells])) for head, _, cells in columns)
@@ -313,6 +318,8 @@ COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (       # of the pr
     ("propag.\nerror", "right", lambda r: _percent(r.propagated)),
     ("KiB", "right", lambda r: _kib(r.quantized_bytes) if r.float_bytes else "shared"),
     ("ratio", "right", lambda r: "" if r.ratio is None else f"{r.ratio:.2f}"),
+    ("inputs", "left", lambda r: r.observer),
+    ("clipped", "right", lambda r: _percent(r.clipped)),
     ("kernel", "left", _kernel),
 )
 

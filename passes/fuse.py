@@ -155,6 +155,11 @@ def _parts(graph: fx.Graph, weight: fx.Node, decision: Decision, rows: slice) ->
             found[node.meta["part"]] = node
         else:
             pending.extend(node.all_input_nodes)
+    for step in ("prev", "next"):              # parts that the unpacking does not read stand beside those that it does
+        node = getattr(next(iter(found.values())), step)
+        while node.meta.get("part_of") == decision.constant.name:
+            found.setdefault(node.meta["part"], node)
+            node = getattr(node, step)
     parts = [found[name] for name in decision.scheme.parts]
     if rows == slice(None):
         return parts

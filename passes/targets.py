@@ -22,7 +22,7 @@ from .module import user_class
 from .scheme import Identity, Layout, Scheme
 from .session import Session
 
-__all__ = ["Decision", "Plan", "Skip", "Target", "find_targets", "plan"]
+__all__ = ["Decision", "Plan", "Skip", "Target", "decide_again", "find_targets", "plan"]
 
 OPS = frozenset(c.op for c in CARRIERS)
 LEAST_SAVING = 0.9         # a weight whose stored form would take more than this share of its float bytes stays float
@@ -55,6 +55,8 @@ class Decision:
     targets: list[Target]
     buffers: tuple[str, ...]
     single_row: frozenset[str]
+    observer: str = ""                       # which observer found the range of its inputs
+    clipped: float | None = None             # the share of the calibration data outside of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +195,12 @@ def _decide(session: Session, constant: Constant, uses: list[Target], default: S
     if size > LEAST_SAVING * constant.bytes and not isinstance(scheme, Identity):
         return f"{scheme.name} would take {size} bytes in the place of {constant.bytes}"
     return Decision(constant, scheme, layout, uses, _buffer_names(session, constant, scheme), single_row)
+
+
+def decide_again(session: Session, decision: Decision, scheme: Scheme) -> Decision:
+    """The same decision with another scheme."""
+    return dataclasses.replace(decision, scheme=scheme, buffers=_buffer_names(session, decision.constant, scheme),
+                               single_row=stored_form(scheme, decision.layout, decision.constant.dtype)[1])
 
 
 def stored_form(scheme: Scheme, layout: Layout, dtype: torch.dtype) -> tuple[int, frozenset[str]]:

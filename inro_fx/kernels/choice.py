@@ -56,6 +56,8 @@ CHOICES: tuple[Choice, ...] = (
     Choice("linear", "torch", _always),
     Choice("linear_dynamic", "c", _dynamic),
     Choice("linear_dynamic", "torch", _always),
+    Choice("linear_static", "c", _dynamic),
+    Choice("linear_static", "torch", _always),
 )
 _BY_OP = {op: [c for c in CHOICES if c.op == op] for op in dict.fromkeys(c.op for c in CHOICES)}
 
@@ -71,7 +73,7 @@ def kernels() -> dict[str, str]:
     """What runs the integer operators on this machine's CPU, and why.
 
     >>> sorted(kernels())
-    ['library', 'linear', 'linear_dynamic']
+    ['library', 'linear', 'linear_dynamic', 'linear_static']
     """
     level = best_level()
     found = {"library": LEVELS[level] if level >= 0 else f"none: {unavailable}"}

@@ -5,7 +5,8 @@
        one level     x = s * q,               q in -127..127        s = max|x| / 127
        two levels    x = s * (128 * q1 + q0), q1 in -127..127, q0 in -64..63, s = max|x| / 16256
 
-   One level is dynamic int8. Two levels hold 15 bits of each activation: as good as float activations beside int8 weights,
+   One level is dynamic int8. With a fixed scale s and zero point z for all rows, q = clamp(round(x / s) + z) and z * sum(w) is taken
+   off in the epilogue. Two levels hold 15 bits of each activation: as good as float activations beside int8 weights,
    and two integer products cost less than one of floats where the CPU multiplies bytes (VNNI).
 
    Weights stay as they are stored. For few rows of x both operands run along `in`, and a block of 6 x 4 results keeps its sums
@@ -102,7 +103,34 @@ static void quantize_row(const float *x, int64_t n, int64_t padded, int levels, 
     }
 }
 
+/* One level with a given scale and zero point; a row that holds NaN or infinity gets the scale NaN. */
+__attribute__((always_inline))
+static inline void quantize_fixed(const float *x, int64_t n, int64_t padded, float s, float zero, int8_t *q, float *scale, int32_t *sums) {
+    int32_t sum = 0;
+    int finite = 1;
+    memset(q + n, 0, (size_t)(padded - n));
+    for (int64_t i = 0; i < n; i++) {
+        float v = rintf(x[i] / s) + zero;
+        finite &= fabsf(x[i]) <= 3.402823466e38f;
+        v = v > 127.0f ? 127.0f : v;
+        v = v > -127.0f ? v : -127.0f;                 /* NaN too: it cannot become an integer */
+        q[i] = (int8_t)(int32_t)v;
+        sum += (int32_t)v;
+    }
+    sums[0] = sum;
+    *scale = finite ? s : NAN;
+}
+
+static void quantize_fixed_portable(const float *x, int64_t n, int64_t padded, float s, float zero, int8_t *q, float *scale, int32_t *sums) {
+    quantize_fixed(x, n, padded, s, zero, q, scale, sums);
+}
+
 #ifdef X86
+__attribute__((target("avx2,fma")))
+static void quantize_fixed_avx2(const float *x, int64_t n, int64_t padded, float s, float zero, int8_t *q, float *scale, int32_t *sums) {
+    quantize_fixed(x, n, padded, s, zero, q, scale, sums);
+}
+
 /* max |x|, and whether all of it is finite. */
 __attribute__((target("avx2"), always_inline))
 static inline float reach_avx2(const float *x, int64_t n, int *finite) {
@@ -534,6 +562,8 @@ static void columns_vnni(const int8_t *q, int64_t padded, int64_t rows, int leve
 typedef void (*block_function)(const int8_t *, int64_t, int, const int8_t *const *, int, int64_t, const int32_t *, int32_t[MR][NR]);
 typedef void (*quantize_function)(const float *, int64_t, int64_t, int, int8_t *, float *, int32_t *);
 
+typedef void (*fixed_function)(const float *, int64_t, int64_t, float, float, int8_t *, float *, int32_t *);
+
 static void *aligned(size_t size) {
     void *p = NULL;
     return posix_memalign(&p, 64, size ? size : 64) ? NULL : p;
@@ -547,6 +577,9 @@ typedef struct {
     int levels, level;
     block_function block;
     quantize_function quantize;
+    fixed_function quantize_fixed;
+    const float *fixed;
+    const int32_t *zero, *column_sums;
 } job;
 
 typedef struct { int8_t *q; float *scale; int32_t *sums; } integers;     /* up to CHUNK rows of x */
@@ -569,6 +602,17 @@ static int way_of(const job *j, int64_t rows) {
 static void quantize_rows(const job *j, int64_t start, int64_t first, int64_t last, int way, const integers *to) {
     for (int64_t r = first; r < last; r++) {
         const float *x = j->x + (start + r) * j->stride;
+        if (j->fixed) {
+            /* int16 panels: the bytes go to the upper half of the row and are widened from there, front to back */
+            int8_t *q = to->q + r * j->padded * (way == PANELS_AVX2 ? 2 : 1), *bytes = q + (way == PANELS_AVX2 ? j->padded : 0);
+            j->quantize_fixed(x, j->in, j->padded, *j->fixed, (float)*j->zero, bytes, to->scale + r, to->sums + r);
+            if (way == PANELS_AVX2)
+                for (int64_t i = 0; i < j->padded; i++) {
+                    const int16_t wide = bytes[i];
+                    memcpy(q + 2 * i, &wide, 2);
+                }
+            continue;
+        }
 #ifdef X86
         if (way == PANELS_AVX2) {
             quantize_wide_avx2(x, j->in, j->padded, j->levels, (int16_t *)to->q + r * j->padded, to->scale + r);
@@ -583,6 +627,7 @@ static void quantize_rows(const job *j, int64_t start, int64_t first, int64_t la
 /* Results of `here` rows from `start`, for the columns `first * way` to `last * way`; 0 if memory ran out. */
 static int multiply(const job *j, int64_t start, int64_t here, int64_t first, int64_t last, int way, const integers *from) {
     const int levels = j->levels;
+    const float shift = j->fixed ? (float)*j->zero * *j->fixed : 0.0f;
     void *packed = way == BLOCKS ? NULL : aligned((size_t)j->padded * 32);
     if (way != BLOCKS && !packed) return 0;
     for (int64_t b = first; b < last; b++) {
@@ -593,7 +638,8 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
         for (int i = 0; i < way; i++) {                /* beyond the last column, the last one again */
             const int64_t column = n + (i < width ? i : width - 1);
             by[i] = j->scale[column * j->scale_step];
-            plus[i] = j->bias ? j->bias[column] : 0.0f;
+            const float zeros = j->fixed ? shift * (float)j->column_sums[column] * by[i] : 0.0f;
+            plus[i] = (j->bias ? j->bias[column] : 0.0f) - zeros;
             w[i] = j->codes + column * j->in;
         }
 #ifdef X86
@@ -631,14 +677,16 @@ static int64_t share(int64_t all, int part, int parts) { return all * part / par
 
 /* y[rows, out] = x[rows, in] @ (codes * scale).T + bias; rows of x are `stride` floats apart, the rest is contiguous.
    `level` is PORTABLE, AVX2 or VNNI, or -1 for the best that this CPU has. Returns 0, or -1 where memory ran out.
+   `fixed` (NULL: row by row) and `zero` are the scale and zero point of x, `column_sums` [out] the codes of each column added up.
    Every result is computed the same way whatever the number of threads. */
 int inro_linear(const float *x, int64_t rows, int64_t in, int64_t stride, const int8_t *codes, int64_t out, const float *scale,
-                int64_t scale_step, const float *bias, float *y, int levels, int threads, int level) {
+                int64_t scale_step, const float *bias, float *y, int levels, int threads, int level, const float *fixed,
+                const int32_t *zero, const int32_t *column_sums) {
     if (rows == 0 || out == 0) return 0;
     job j = {x, scale, bias, codes, y, rows, in, stride, out, scale_step, (in + STEP - 1) / STEP * STEP + (in == 0 ? STEP : 0), levels,
-             level < 0 ? inro_level() : level, block_portable, quantize_row};
+             level < 0 ? inro_level() : level, block_portable, quantize_row, quantize_fixed_portable, fixed, zero, column_sums};
 #ifdef X86
-    if (j.level >= AVX2) { j.block = block_avx2; j.quantize = quantize_row_avx2; }
+    if (j.level >= AVX2) { j.block = block_avx2; j.quantize = quantize_row_avx2; j.quantize_fixed = quantize_fixed_avx2; }
     if (j.level >= VNNI) j.block = block_vnni;
 #endif
     if (in_child || (double)rows * in * out * levels < 200000.0 || threads < 1) threads = 1;

@@ -26,7 +26,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(spec.origin)
     except OSError as error:
         return None, f"the library cannot be loaded: {error}"
-    library.inro_linear.argtypes = (_P, _L, _L, _L, _P, _L, _P, _L, _P, _P, _I, _I, _I)
+    library.inro_linear.argtypes = (_P, _L, _L, _L, _P, _L, _P, _L, _P, _P, _I, _I, _I, _P, _P, _P)
     return library, ""
 
 
@@ -39,11 +39,13 @@ def best_level() -> int:
 
 
 def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, levels: int, level: int = -1,
-                threads: int | None = None) -> Tensor:
+                threads: int | None = None, fixed: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
     """x [rows, in] float32 times codes [out, in] int8 -> [rows, out] float32, with x as integers of ``levels`` x 7 bits.
 
     ``scale`` is float32 [out, 1] or [1, 1], ``bias`` float32 [out] or None. ``level`` is an index of `LEVELS`, -1 for the best;
-    ``threads`` those of torch. The integer sums are exact, whatever the level and the number of threads.
+    ``threads`` those of torch. ``fixed`` (one level only) is (input_scale float32 [1, 1], input_zero int32 [1, 1], sums of the
+    codes int32 [out, 1]): x is then quantized with that scale and zero point, and not row by row. The integer sums are exact,
+    whatever the level and the number of threads.
 
     >>> x, codes = torch.tensor([[1.0, 127.0]]), torch.tensor([[2, 3]], dtype=torch.int8)
     >>> linear_int8(x, codes, torch.tensor([[0.5]]), None, levels=1) if best_level() >= 0 else torch.tensor([[191.5]])
@@ -56,7 +58,8 @@ def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, le
     failed = _library.inro_linear(
         x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), codes.data_ptr(), codes.shape[0], scale.data_ptr(),
         int(scale.shape[0] != 1), None if bias is None else bias.data_ptr(), y.data_ptr(), levels,
-        torch.get_num_threads() if threads is None else threads, level)
+        torch.get_num_threads() if threads is None else threads, level,
+        *((None, None, None) if fixed is None else (part.contiguous().data_ptr() for part in fixed)))
     if failed:
         raise MemoryError(f"no memory for the activations of a linear of {tuple(x.shape)} by {tuple(codes.shape)}")
     return y

@@ -3,6 +3,6 @@
 The reference implementations are plain ATen and run on any device. Importing this package registers all of them.
 """
 
-from . import dequantize, embedding, linear, linear_dynamic
+from . import dequantize, embedding, linear, linear_dynamic, linear_static
 
-__all__ = ["dequantize", "embedding", "linear", "linear_dynamic"]
+__all__ = ["dequantize", "embedding", "linear", "linear_dynamic", "linear_static"]

@@ -13,12 +13,13 @@ __all__ = ["KERNEL_DTYPES", "run_kernel"]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def run_kernel(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, levels: int) -> Tensor:
+def run_kernel(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, levels: int,
+               fixed: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
     """x [..., in] -> [..., out] of x's dtype; half precision is widened to float32 for the kernel and rounded once after it."""
     if bias is not None and bias.dtype != x.dtype:
         raise RuntimeError(f"a linear with {x.dtype} inputs has a {bias.dtype} bias")
     flat = x.reshape(-1, x.shape[-1])
     if x.dtype != torch.float32:
         flat, bias = flat.float(), None if bias is None else bias.float()
-    y = linear_int8(flat, codes, scale, None if bias is None else bias.contiguous(), levels)
+    y = linear_int8(flat, codes, scale, None if bias is None else bias.contiguous(), levels, fixed=fixed)
     return as_shape(y if x.dtype == torch.float32 else y.to(x.dtype), (*x.shape[:-1], codes.shape[0]))

@@ -13,15 +13,17 @@ from .int4 import int4
 from .int8 import int8
 from .int8_dynamic import Int8Dynamic, int8_dynamic
 from .int8_rowwise_full import int8_rowwise_full
+from .int8_static import Int8Static, int8_static, static
 from .int8_tensor import int8_tensor
 from .uniform import Uniform, uniform
 
-__all__ = ["SCHEMES", "Int8Dynamic", "Scheme", "Uniform", "describe_scheme", "find_scheme", "read_scheme", "uniform"]
+__all__ = ["SCHEMES", "Int8Dynamic", "Int8Static", "Scheme", "Uniform", "describe_scheme", "find_scheme", "read_scheme", "static",
+           "uniform"]
 
-SCHEMES: tuple[Scheme, ...] = (int8, int8_tensor, int8_dynamic, int8_rowwise_full, int4)
+SCHEMES: tuple[Scheme, ...] = (int8, int8_tensor, int8_dynamic, int8_static, int8_rowwise_full, int4)
 
 
-_CLASSES = {c.__name__: c for c in (Uniform, Int8Dynamic)}
+_CLASSES = {c.__name__: c for c in (Uniform, Int8Dynamic, Int8Static)}
 
 
 def describe_scheme(scheme: Scheme) -> dict[str, Any]:
