@@ -217,7 +217,7 @@ def _patch_apply(original: Any) -> Any:
         frame = active()
         if isinstance(frame, Tracer) and (_any_proxy(args) or _any_proxy(kwargs.values())):
             return frame.create("call_function", Applied(cls), *args, **kwargs)
-        return original.__func__(cls, *args, **kwargs)
+        return original.__get__(None, cls)(*args, **kwargs)
     return classmethod(apply)
 
 

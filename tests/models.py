@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import inro_fx
+
 
 class Tied(nn.Module):
     """One table, looked up and multiplied by."""
@@ -128,6 +130,13 @@ MODELS = {
     "repeated": lambda: (Repeated(), torch.randn(4, 16)),
     "value_branch": lambda: (ValueBranch(), torch.randn(4, 16)),
 }
+
+
+def quantize(model, inputs, scheme, **options):
+    """quantize_graph, with the example as calibration data for schemes that need some."""
+    if getattr(scheme, "name", scheme) == "int8_static":
+        options["calibration"] = [inputs]
+    return inro_fx.quantize_graph(model, inputs, scheme, **options)
 
 
 def example(inputs):

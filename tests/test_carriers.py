@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import relative
+from models import quantize, relative
 from torch import nn
 
 import inro_fx
@@ -86,7 +86,7 @@ def test_every_name_of_the_table_has_a_sample():
 @pytest.mark.parametrize(("name", "call", "shape", "weights"), CALLS)
 def test_found_quantized_and_close(name, call, shape, weights, scheme):
     model, x = Holder(call, weights), torch.randn(shape)
-    small = inro_fx.quantize_graph(model, x, scheme)
+    small = quantize(model, x, scheme)
     rows = inro_fx.report(small).rows
     op = next(c.op for c in CARRIERS if name in c.names)
     assert {r.op for r in rows} == {op}

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from models import relative
+from models import quantize, relative
 from test_capture import net, one_graph
 from torch import nn
 
@@ -104,7 +104,7 @@ def test_an_input_changed_in_place_before_a_branch_is_changed_once():
 @pytest.mark.parametrize("shape", [(8,), (2, 8), (2, 3, 8)])
 def test_results_may_be_changed_in_place_under_grad(shape, scheme):
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(inplace=True), nn.Linear(64, 8))
-    small = inro_fx.quantize_graph(model, torch.randn(shape), scheme, strict=True)
+    small = quantize(model, torch.randn(shape), scheme, strict=True)
     small(torch.randn(shape, requires_grad=True)).add_(1).sum().backward()
 
 

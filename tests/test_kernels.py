@@ -163,4 +163,4 @@ def test_the_table_of_choices_is_total():
                     for rows in (0, 1, 10**6):
                         assert kernel_for(op, bits, group, columns, rows) in ("c", "torch")
     assert kernel_for("linear", 4, 32, 64, 1) == "torch"
-    assert set(inro_fx.kernels()) == {"library", "linear", "linear_dynamic"}
+    assert set(inro_fx.kernels()) == {"library", "linear", "linear_dynamic", "linear_static"}

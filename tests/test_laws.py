@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from models import MODELS, Plain, example, first, relative
+from models import quantize as quantize_model
 from torch import nn
 
 import inro_fx
@@ -41,7 +42,7 @@ def test_output_is_close_original_unchanged_and_every_weight_accounted_for(name,
     args, kwargs = example(inputs)
     model.train()
     before = snapshot(model)
-    small = inro_fx.quantize_graph(model, inputs, scheme)
+    small = quantize_model(model, inputs, scheme)
     assert same(before, snapshot(model))
     model.eval()
     assert relative(model(*args, **kwargs), small(*args, **kwargs)) < LIMITS[scheme.name]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models import relative
+from models import quantize, relative
 from test_capture import net
 from torch import nn
 
@@ -38,12 +38,12 @@ def agrees(model, small, *inputs, within=0.03):
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_changes_nothing(scheme, default):
     model, x = nn.Linear(64, 48), torch.randn(20, 64)
-    small = inro_fx.quantize_graph(model, x, scheme)
+    small = quantize(model, x, scheme)
     want = small(x)
     torch.set_default_dtype(default)
     try:
         assert torch.equal(small(x), want)
-        again = inro_fx.quantize_graph(model, x, scheme)
+        again = quantize(model, x, scheme)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(again(x), want)

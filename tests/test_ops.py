@@ -17,6 +17,10 @@ def linear_arguments(scheme, rows=3, inner=40, out=6, dtype=torch.float32, bias=
             scheme.bits, scheme.group, inner)
 
 
+OWN_WARNING = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")      # of opcheck in torch 2.14
+
+
+@OWN_WARNING
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 def test_opcheck(scheme):
     x, codes, scale, bias, bits, group, columns = linear_arguments(scheme)
@@ -27,10 +31,20 @@ def test_opcheck(scheme):
     torch.library.opcheck(OPS.embedding.default, (torch.tensor([[0, 5], [1, 1]]), codes, scale, bits, group, 40, torch.float32))
 
 
-def test_opcheck_dynamic():
+@OWN_WARNING
+def test_opcheck_of_integer_activations():
     x, codes, scale, bias, *_, columns = linear_arguments(find_scheme("int8_dynamic"))
     torch.library.opcheck(OPS.linear_dynamic.default, (x.requires_grad_(), codes, scale, bias, columns))
     torch.library.opcheck(OPS.linear_dynamic.default, (x, codes, scale, None, columns))
+    parts = inro_fx.static().calibrated(seen(x)).pack(torch.randn(6, 40))
+    for b in (bias, None):
+        torch.library.opcheck(OPS.linear_static.default, (x, *parts.values(), b, columns))
+
+
+def seen(x):
+    observer = inro_fx.MinMaxObserver()
+    observer(x)
+    return observer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -186,7 +186,7 @@ def test_rows_of_a_packed_projection_are_taken_as_codes():
     attention = nn.MultiheadAttention(16, 4, bias=False)
     q, k = torch.randn(3, 2, 16), torch.randn(5, 2, 16)
     for scheme in inro_fx.SCHEMES:
-        small = inro_fx.quantize_graph(attention, (q, k, k), scheme)
+        small = quantize_model(attention, (q, k, k), scheme)
         assert "narrow" in small.code
         assert "dequantize" not in small.code
         error = (small(q, k, k)[0] - attention(q, k, k)[0]).norm() / attention(q, k, k)[0].norm()

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Conv1D, Sliced, Tied, first, relative
+from models import Conv1D, Sliced, Tied, first, quantize, relative
 from safetensors.torch import save_model
 from test_capture import net
 from torch import nn
@@ -26,7 +26,7 @@ WITHIN = {"int8": 0.02, "int8_dynamic": 0.04, "int4": 0.4, "int8_tensor": 0.1, "
 
 
 def quantized(model, inputs, scheme="int8", **options):
-    return inro_fx.quantize_graph(model.eval(), inputs, scheme, **options)
+    return quantize(model.eval(), inputs, scheme, **options)
 
 
 def close(model, small, *inputs, scheme="int8"):

@@ -13,15 +13,14 @@ from torch import Tensor
 from ..kernels import kernel_for
 from ..numerics.products import int8_matmul, quantize_rows
 from .dequantize import reference as dequantize
-from .kernel_call import KERNEL_DTYPES, run_kernel
+from .kernel_call import KERNEL_DTYPES, check_dtypes, run_kernel
 from .library import as_shape, define
 
 __all__ = ["linear_dynamic"]
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    if not x.is_floating_point():
-        raise RuntimeError(f"a quantized linear needs floating-point inputs, got {x.dtype}")
+    check_dtypes(x, bias)
     x_codes, x_scale = quantize_rows(x.reshape(-1, x.shape[-1]))
     y = int8_matmul(x_codes, codes).float().mul_(x_scale).mul_(scale.t())
     y = y if bias is None else y.add_(bias.float())

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels import kernel_for
 from ..numerics.products import int8_matmul
 from .dequantize import reference as dequantize
-from .kernel_call import KERNEL_DTYPES, run_kernel
+from .kernel_call import KERNEL_DTYPES, check_dtypes, run_kernel
 from .library import as_shape, define
 
 __all__ = ["linear_static"]
@@ -26,8 +26,7 @@ HIGHEST = 127
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, sums: Tensor, input_scale: Tensor, input_zero: Tensor, bias: Tensor | None,
               columns: int) -> Tensor:
-    if not x.is_floating_point():
-        raise RuntimeError(f"a quantized linear needs floating-point inputs, got {x.dtype}")
+    check_dtypes(x, bias)
     flat = x.reshape(-1, x.shape[-1]).float()
     rounded = ((flat / input_scale).round() + input_zero).clamp(-HIGHEST, HIGHEST)
     x_codes = rounded.nan_to_num(0.0).to(torch.int8)
