@@ -34,7 +34,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_unflatten
 
 from .call import Call, Slot, TensorLeaf, _equal, rebuild
-from .failures import GraphNotTaken, ModelError, StateError
+from .failures import GraphNotTaken, InroError, ModelError, StateError
 from .plain import GraphData
 from .trace import GuardFailed, guard
 
@@ -220,7 +220,7 @@ class GraphForward(Part):
             except GuardFailed as failed:
                 reason = str(failed)
             except ERRORS as error:                            # the user's own forward raises it better, or catches it
-                if torch.compiler.is_compiling() or self._inro_strict:
+                if torch.compiler.is_compiling() or self._inro_strict or isinstance(error, InroError):
                     raise
                 reason = f"an operator raises {type(error).__name__}"
             else:

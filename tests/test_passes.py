@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from models import quantize as quantize_model
 from torch import fx, nn
 
 import inro_fx
