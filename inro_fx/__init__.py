@@ -16,6 +16,7 @@ if tuple(int(n) for n in torch.__version__.split(".")[:2]) < _OLDEST:
 
 from .api import convert_graph, prepare_graph, quantize_graph  # noqa: E402 - after the check of the version
 from .benchmark import Benchmark, Timing, benchmark  # noqa: E402
+from .compat import CompressedSize, compressed_size, uniform_dequantize, uniform_quantize  # noqa: E402
 from .draw import draw, to_networkx  # noqa: E402
 from .errors import (  # noqa: E402
     FileError,
@@ -28,6 +29,7 @@ from .errors import (  # noqa: E402
     SchemeError,
     StateError,
 )
+from .int8_tensor import Int8SymmetricTensor  # noqa: E402
 from .kernels import kernels  # noqa: E402 - the function; the package of that name stays importable
 from .observers import (  # noqa: E402
     HistogramObserver,
@@ -45,11 +47,13 @@ from .schemes import SCHEMES, Scheme, static, uniform  # noqa: E402
 __all__ = [
     "SCHEMES",
     "Benchmark",
+    "CompressedSize",
     "FileError",
     "GraphNotTaken",
     "HistogramObserver",
     "InputError",
     "InroError",
+    "Int8SymmetricTensor",
     "MinMaxObserver",
     "MissingTool",
     "ModelError",
@@ -66,6 +70,7 @@ __all__ = [
     "Timing",
     "all_reduce_observers",
     "benchmark",
+    "compressed_size",
     "convert_graph",
     "draw",
     "export_onnx",
@@ -78,4 +83,6 @@ __all__ = [
     "static",
     "to_networkx",
     "uniform",
+    "uniform_dequantize",
+    "uniform_quantize",
 ]

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from . import __version__
-from .api import CAPTURES, quantize_graph
+from .api import quantize_graph
 from .benchmark import benchmark
 from .draw import draw
 from .errors import InputError, InroError, MissingTool, ModelError
+from .pipeline import CAPTURES
 from .report import report
 from .save import save
 from .schemes import SCHEMES, uniform

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from .numerics import weight_error
+from .int8_tensor import Int8SymmetricTensor
+from .numerics import entropy, weight_error
 from .observers import Observer
 from .passes.constants import owner_of
 from .passes.fuse import fuse
@@ -19,15 +20,16 @@ from .passes.session import Session
 from .passes.targets import Decision, Plan, decide_again
 from .passes.verify import verify
 from .schemes import Int8Static
+from .schemes.int8_rowwise_full import int8_rowwise_full
 
-__all__ = ["Packer", "install", "settle_inputs", "takes_inputs"]
+__all__ = ["Packer", "install", "keep_codes", "settle_inputs", "take_codes", "takes_inputs"]
 
 
 class Packer:
     """Packs each weight once, when it is first needed, and measures what that cost."""
 
-    def __init__(self, session: Session, chosen: Plan):
-        self.session, self.chosen = session, chosen
+    def __init__(self, session: Session, chosen: Plan, steps: Mapping[str, Tensor], given: Mapping[str, dict[str, Tensor]]):
+        self.session, self.chosen, self.steps, self.given = session, chosen, steps, given
         self.parts: dict[str, dict[str, Tensor]] = {}
         self.facts: dict[str, dict[str, Any]] = {}
 
@@ -37,14 +39,21 @@ class Packer:
             return self.parts[name]
         decision = self.chosen.decisions[name]
         matrix = decision.layout.matrix(self.session.tensor(name).detach())
-        parts = self.parts[name] = decision.scheme.pack(matrix)
+        if name in self.given:
+            parts = self.given[name]
+        elif name in self.steps:
+            parts = decision.scheme.pack(matrix, self.steps[name])  # type: ignore[call-arg]
+        else:
+            parts = decision.scheme.pack(matrix)
+        self.parts[name] = parts
 
         def restore(rows: slice) -> Tensor:
             piece = {part: value if part in decision.single_row else value[rows] for part, value in parts.items()}
             return decision.scheme.unpack(piece, decision.layout.columns, decision.constant.dtype)
-        scale = parts.get("scale")
+        scale, integers = parts.get("scale"), getattr(decision.scheme, "integers", None)
         self.facts[name] = dict(
             error=weight_error(matrix, restore),
+            entropy=entropy(integers(parts, decision.layout.columns)) if integers is not None else None,
             bytes=sum(p.numel() * p.element_size() for p in parts.values()),
             scale=None if scale is None or not scale.numel() else (scale.min().item(), scale.mean().item(), scale.max().item()))
         return parts
@@ -54,6 +63,27 @@ class Packer:
         self.pack(name)
         tensor = self.session.tensor(name)
         tensor.data = tensor.data.new_empty(0)
+
+
+def take_codes(root: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Makes plain float parameters of those that are `Int8SymmetricTensor`; their parts, by name."""
+    given: dict[str, dict[str, Tensor]] = {}
+    made: dict[int, nn.Parameter] = {}
+    for path, module in root.named_modules():
+        for name, tensor in module._parameters.items():
+            if isinstance(tensor, Int8SymmetricTensor) and not tensor.transposed:
+                if id(tensor) not in made:
+                    made[id(tensor)] = nn.Parameter(tensor.dequantize(), requires_grad=False)
+                    given[f"{path}.{name}".lstrip(".")] = {"codes": tensor.codes.clone(), "scale": tensor.scale.clone()}
+                module._parameters[name] = made[id(tensor)]
+    return given
+
+
+def keep_codes(session: Session, chosen: Plan, given: Mapping[str, object]) -> None:
+    """Weights that came as codes keep them, with the scheme that they are of."""
+    for name in given:
+        if name in chosen.decisions:
+            chosen.decisions[name] = decide_again(session, chosen.decisions[name], int8_rowwise_full)
 
 
 def takes_inputs(session: Session, decision: Decision) -> bool:

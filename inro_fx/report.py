@@ -57,6 +57,7 @@ class Row:
     quantized_bytes: int
     kernel: str
     note: str = ""
+    entropy: float | None = None           # bits that an ideal entropy coder needs for a code (Shannon's bound)
     observer: str = ""                     # what found the range of a static layer's inputs
     clipped: float | None = None           # the share of the calibration data outside of that range
 
@@ -128,7 +129,7 @@ def make_record(session: Session, chosen: Plan, targets: list[Target], graphs: M
             kernel=_kernel_of(meta, decision, target.use.op) if target.node is not None else "dequantize (Python)",
             note=f"shares the codes of {constant.name}" if not first else
             "the example does not reach it" if session.kind_of(target.capture) == "unreached" else meta.get("unfused", ""),
-            observer=decision.observer, clipped=decision.clipped))
+            entropy=fact["entropy"], observer=decision.observer, clipped=decision.clipped))
     skipped = [Skipped(s.constant.name, s.constant.shape, s.reason, s.constant.bytes) for s in chosen.skips]
     by_target = {t.key: errors[t.key].propagated if errors[t.key].propagated is not None else errors[t.key].isolated
                  for t in targets if t.key in errors}
@@ -314,6 +315,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (       # of the pr
     ("scheme", "left", lambda r: r.scheme),
     ("scale\nmean", "right", lambda r: "" if r.scale_mean is None else f"{r.scale_mean:.2g}"),
     ("weight\nSQNR dB", "right", lambda r: _decibel(r.weight_sqnr)),
+    ("entropy\nbits", "right", lambda r: "" if r.entropy is None else f"{r.entropy:.1f}"),
     ("isolated\nerror", "right", lambda r: _percent(r.isolated)),
     ("propag.\nerror", "right", lambda r: _percent(r.propagated)),
     ("KiB", "right", lambda r: _kib(r.quantized_bytes) if r.float_bytes else "shared"),

@@ -38,8 +38,9 @@ from .failures import GraphNotTaken, InroError, ModelError, StateError
 from .plain import GraphData
 from .trace import GuardFailed, guard
 
-__all__ = ["Capture", "GraphForward", "Packed", "PackedWeights", "attach_graph", "attach_packed", "detach_graph", "finish",
-           "needs_rebasing", "rebased", "recurrent", "user_class", "without_global_hooks"]
+__all__ = ["Capture", "FakeQuantizedWeights", "GraphForward", "Packed", "PackedWeights", "attach_fake", "attach_graph",
+           "attach_packed", "detach_fakes", "detach_graph", "finish", "needs_rebasing", "rebased", "recurrent", "user_class",
+           "without_global_hooks"]
 
 _ABSENT = object()
 _GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
@@ -175,6 +176,16 @@ class PackedWeights(Part):
         for packed in self._inro_packed.values():
             packed.dtype = _mapped_dtype(packed.dtype, fn)
         return result
+
+
+class FakeQuantizedWeights(Part):
+    """A module in quantization-aware training: ``module.weight`` is its float weight sent through ``_inro_fake["weight"]``."""
+
+    _inro_fake: dict[str, nn.Module]
+
+    def __getattr__(self, name: str) -> Any:
+        fake = self.__dict__.get("_inro_fake", {}).get(name)
+        return super().__getattr__(name) if fake is None else fake(self._parameters[name])
 
 
 class RecurrentWeights(Part):
@@ -489,7 +500,7 @@ def _rebuild(user: type, parts: tuple[type, ...]) -> nn.Module:
 def _add_part(module: nn.Module, part: type) -> None:
     parts = getattr(type(module), "_inro_parts", ())
     if part not in parts:
-        order = (GraphForward, PackedWeights, RecurrentWeights)
+        order = (GraphForward, PackedWeights, FakeQuantizedWeights, RecurrentWeights)
         chosen = tuple(p for p in order if p in (*parts, part))
         module.__class__ = _composed(user_class(module), chosen)
 
@@ -643,6 +654,20 @@ def attach_packed(module: nn.Module, name: str, packed: Packed, holder: nn.Modul
     module._inro_packed[name] = packed
     if holder is not None and holder is not module:
         module._inro_links.update({mine: (holder, other) for mine, other in zip(packed.buffers, there, strict=True)})
+
+
+def attach_fake(module: nn.Module, name: str, fake: nn.Module) -> None:
+    """Makes ``module.name`` what ``fake`` makes of the float parameter of that name."""
+    module.__dict__.setdefault("_inro_fake", {})[name] = fake
+    _add_part(module, FakeQuantizedWeights)
+
+
+def detach_fakes(module: nn.Module) -> None:
+    """Back to the float weights."""
+    parts = tuple(p for p in getattr(type(module), "_inro_parts", ()) if p is not FakeQuantizedWeights)
+    user = user_class(module)
+    module.__class__ = _composed(user, parts) if parts or needs_rebasing(user) else user
+    module.__dict__.pop("_inro_fake", None)
 
 
 def recurrent(module: nn.Module) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["WeightError", "output_error", "sqnr", "weight_error"]
+__all__ = ["WeightError", "entropy", "output_error", "sqnr", "weight_error"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,22 @@ def sqnr(relative: float) -> float:
 
 def _relative(noise: float, signal: float) -> float:
     return 0.0 if noise == 0 else math.sqrt(noise / signal) if signal > 0 else math.inf
+
+
+def entropy(codes: Tensor) -> float:
+    """Shannon's bound on the bits that each of the integers takes: -sum p log2 p.
+
+    >>> entropy(torch.tensor([0, 0, 1, 1], dtype=torch.int8))
+    1.0
+    """
+    if not codes.numel():
+        return 0.0
+    if codes.dtype in (torch.int8, torch.uint8):
+        counts = torch.bincount(codes.flatten().to(torch.int16) + 128)
+    else:
+        counts = codes.unique(return_counts=True)[1]
+    p = counts[counts > 0].double() / codes.numel()
+    return max(0.0, -float((p * p.log2()).sum()))
 
 
 def weight_error(matrix: Tensor, restore: Callable[[slice], Tensor]) -> WeightError:

@@ -61,12 +61,12 @@ class Int8Static(Uniform):
             return 1.0, 0
         return scale, 0 if self.symmetric else max(-127, min(127, round(-127 - low / scale)))
 
-    def pack(self, matrix: Tensor) -> dict[str, Tensor]:
-        parts = super().pack(matrix)
-        scale, zero = self.input_parts()
+    def pack(self, matrix: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        parts = super().pack(matrix, scale)
+        input_scale, zero = self.input_parts()
         device = parts["codes"].device
         return {**parts, "sums": parts["codes"].sum(1, keepdim=True, dtype=torch.int32),
-                "input_scale": torch.full((1, 1), scale, dtype=torch.float32, device=device),
+                "input_scale": torch.full((1, 1), input_scale, dtype=torch.float32, device=device),
                 "input_zero": torch.full((1, 1), zero, dtype=torch.int32, device=device)}
 
     def operator(self, op: str) -> tuple[Callable, tuple[Any, ...]] | str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import ops  # noqa: F401 - registers torch.ops.inro_fx
 from ..errors import SchemeError
 from ..numerics import codes_of, pack_bits, scale_of, storage_bits, unpack_bits
+from ..numerics.affine import expand, grouped
 
 __all__ = ["Uniform", "uniform"]
 
@@ -65,8 +66,18 @@ class Uniform:
                 scale = (scale * divisor / divisor).where(scale != 1, scale)
         return scale
 
-    def pack(self, matrix: Tensor) -> dict[str, Tensor]:
-        scale = self._scale(matrix)
+    def mean_of(self, matrix: Tensor) -> Tensor:
+        """Mean |w| of what shares a scale, in the shape of the scales."""
+        if self.granularity == "tensor":
+            return matrix.abs().mean().reshape(1, 1)
+        if not self.group:
+            return matrix.abs().mean(1, keepdim=True)
+        ones = grouped(torch.ones_like(matrix), self.group).sum(2)
+        return grouped(matrix.abs(), self.group).sum(2) / ones
+
+    def pack(self, matrix: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        """[out, in] floats -> codes and scale; ``scale``, if given, is taken in the place of max|w| / divisor."""
+        scale = self._scale(matrix) if scale is None else scale
         dtype = _DTYPES[max(self.bits, 8)]
         codes = codes_of(matrix, scale, self.lowest, self.quant_max, self.group, dtype)
         return {"codes": pack_bits(codes, self.bits) if self.bits < 8 else codes, "scale": scale}
@@ -79,7 +90,6 @@ class Uniform:
         return unpack_bits(parts["codes"], self.bits, columns) if self.bits < 8 else parts["codes"]
 
     def bound(self, matrix: Tensor) -> Tensor:
-        from ..numerics.affine import expand
         half = expand(self._scale(matrix), matrix.shape[1], self.group) / 2
         rounding = torch.finfo(matrix.dtype if matrix.is_floating_point() else torch.float32).eps
         return half * (1 + 1e-6) + matrix.abs().float() * (rounding + 2**-22)

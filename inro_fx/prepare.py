@@ -1,0 +1,162 @@
+"""Models between float and integer: with observers for calibration, or with weights rounded in training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from .errors import InputError
+from .observers import Observer
+from .packing import takes_inputs
+from .passes.constants import owner_of
+from .passes.example import Example
+from .passes.module import (
+    FakeQuantizedWeights,
+    GraphForward,
+    attach_fake,
+    attach_graph,
+    detach_fakes,
+    detach_graph,
+    user_class,
+)
+from .passes.observe import observe
+from .passes.state import clone, make_independent
+from .passes.targets import find_targets, plan
+from .passes.verify import verify
+from .pipeline import Options, apart, capture_model, options_of, quantize_model, try_inputs
+from .progress import progress_bar
+from .schemes import Int8Static
+from .training import FakeQuantizedInput, FakeQuantizedWeight, InputHook, quantizes_input
+
+__all__ = ["Prepared", "calibrated", "converted", "prepare_calibration", "prepare_training"]
+
+
+@dataclasses.dataclass
+class Prepared:
+    """What a prepared model carries for `convert_graph`."""
+
+    example: Example
+    scheme: Any
+    overrides: dict[Any, Any]
+    capture: str
+    observers: dict[str, str]                # weight -> path of its observer, or of the fake-quantized input that has one
+    fakes: dict[str, str] = dataclasses.field(default_factory=dict)         # weight -> path of what rounds it in training
+
+
+def prepare_calibration(model: nn.Module, example: Example, options: Options) -> nn.Module:
+    root = clone(model)
+    session, _ = capture_model(root, example, options.capture)
+    options.overrides.see(root)
+    chosen = plan(session, find_targets(session), options.default, options.overrides)
+    watched = {name: d for name, d in chosen.decisions.items() if isinstance(d.scheme, Int8Static) and takes_inputs(session, d)}
+    paths = {}
+    for name, decision in watched.items():
+        owner, leaf = owner_of(root, name)
+        observer = decision.scheme.new_observer()
+        observer.path = name.removesuffix(".weight")
+        owner.add_module(free := _free_name(owner, f"{leaf}_observer"), observer.to(session.tensor(name).device))
+        paths[name] = f"{decision.constant.module}.{free}".lstrip(".")
+    session.state.restore()
+    for path, captured in {**session.layers, **session.captures}.items():
+        captured.graph = observe(captured.graph, paths, path)
+        verify(captured.graph, root.get_submodule(path), {}, after="observe")
+        attach_graph(root.get_submodule(path), captured)
+    make_independent(root)
+    root.__dict__["_inro_prepared"] = Prepared(example, options.default, dict(options.overrides.entries), options.capture, paths)
+    return root
+
+
+def prepare_training(model: nn.Module, example: Example, options: Options, learn: bool) -> nn.Module:
+    root = clone(model)
+    session, _ = capture_model(root, example, options.capture)
+    options.overrides.see(root)
+    chosen = plan(session, find_targets(session), options.default, options.overrides)
+    session.state.restore()
+    for path in {**session.layers, **session.captures}:
+        detach_graph(root.get_submodule(path))
+    make_independent(root)
+    record = Prepared(example, options.default, dict(options.overrides.entries), options.capture, {})
+    for name, decision in chosen.decisions.items():
+        owner, leaf = owner_of(root, name)
+        fake = FakeQuantizedWeight(decision.scheme, decision.layout, owner._parameters[leaf], learn)
+        owner.add_module(free := _free_name(owner, f"{leaf}_fake_quantize"), fake)
+        record.fakes[name] = f"{decision.constant.module}.{free}".lstrip(".")
+        for each in decision.constant.names:
+            attach_fake(*owner_of(root, each), fake)
+        plain = user_class(owner).forward is nn.Linear.forward and len(decision.constant.names) == 1
+        if plain and quantizes_input(decision.scheme):
+            owner.add_module(free := _free_name(owner, "input_fake_quantize"), FakeQuantizedInput(decision.scheme))
+            owner.register_forward_pre_hook(InputHook(free))
+            if isinstance(decision.scheme, Int8Static):
+                record.observers[name] = f"{decision.constant.module}.{free}.observer".lstrip(".")
+    root.__dict__["_inro_prepared"] = record
+    return root.train(model.training) or root
+
+
+def _free_name(module: nn.Module, name: str) -> str:
+    return next(n for n in (name, *(f"{name}_{i}" for i in range(1, 1000))) if not hasattr(module, n))
+
+
+def converted(prepared: nn.Module, record: Prepared, batches: list[Example]) -> nn.Module:
+    """The integer model of a prepared one, which becomes the float model again."""
+    observers: dict[str, Observer] = {}
+    for name, path in record.observers.items():
+        observer: Any = prepared.get_submodule(path)
+        observer.path = name.removesuffix(".weight")
+        if not record.fakes:
+            observer.range()                                # raises for one that saw nothing, before anything is changed
+        if int(observer.count):                             # in training, other code than the linear's own may use its weight
+            observers[name] = observer
+    fakes: dict[str, Any] = {name: prepared.get_submodule(path) for name, path in record.fakes.items()}
+    steps = {name: fake.positive_step().detach() for name, fake in fakes.items() if fake.step is not None}
+    _restore_float(prepared, record)
+    options = options_of(prepared, record.scheme, record.overrides, record.capture)
+    with apart(prepared):
+        return quantize_model(prepared, record.example, batches, options, observers, steps)
+
+
+def _restore_float(prepared: nn.Module, record: Prepared) -> None:
+    for module in list(prepared.modules()):
+        if isinstance(module, GraphForward):
+            detach_graph(module)
+    for path in record.fakes.values():
+        owner, leaf = owner_of(prepared, path)
+        del owner._modules[leaf]
+    for module in list(prepared.modules()):
+        if isinstance(module, FakeQuantizedWeights):
+            detach_fakes(module)
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, InputHook):
+                del module._forward_pre_hooks[key], module._modules[hook.name]
+    for path in record.observers.values() if not record.fakes else ():
+        owner, leaf = owner_of(prepared, path)
+        del owner._modules[leaf]
+    prepared.__dict__.pop("_inro_prepared", None)
+
+
+def calibrated(model: nn.Module, example: Example, options: Options, calibration: Iterable[Any] | None, most: int) -> nn.Module:
+    """prepare, run all of the calibration data, convert; errors are measured on the first ``most`` batches."""
+    if calibration is None:
+        raise InputError(f"the scheme {options.default.name} needs calibration data: give calibration=, inputs like "
+                         f"example_inputs, or use int8_dynamic, which needs none")
+    with apart(model):
+        if options.fold_batchnorm or options.inplace:
+            raise InputError("a static scheme goes with neither fold_batchnorm nor inplace")
+        prepared = prepare_calibration(model, example, options)
+        kept: list[Example] = []
+        total = len(calibration) if hasattr(calibration, "__len__") else None
+        with progress_bar(total, "calibrating") as tick:
+            for number, batch in enumerate(calibration):
+                inputs = Example.of(batch)
+                try_inputs(prepared, inputs, f"batch {number} of calibration")
+                kept += [inputs] if len(kept) < most else []
+                tick()
+        if not kept:
+            raise InputError("calibration gives no inputs")
+        record = prepared.__dict__["_inro_prepared"]
+        observers: dict[str, Any] = {name: prepared.get_submodule(path) for name, path in record.observers.items()}
+        _restore_float(prepared, record)
+        return quantize_model(prepared, example, kept, options, observers)
