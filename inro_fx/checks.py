@@ -27,6 +27,8 @@ def check_model(model: nn.Module, skeleton: bool = False, inplace: bool = False)
             if isinstance(module, kind):
                 where = f"{path} is a {type(module).__name__}, which" if path else f"a {type(module).__name__}"
                 raise ModelError(f"{where} cannot be quantized: {advice}")
+    if "_inro_prepared" in model.__dict__:
+        raise ModelError("the model is prepared already: run data through it, or train it, and give it to convert_graph")
     if "_inro" in model.__dict__ or any(isinstance(m, PackedWeights) for m in model.modules()):
         raise ModelError("the model is already quantized by inro_fx: quantize the float model instead")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):

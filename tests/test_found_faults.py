@@ -330,7 +330,7 @@ def test_calls_that_layers_did_not_cover_are_counted_too():
 
 def test_inplace_frees_each_weight_when_it_is_packed():
     """Peak memory of the float run stays near one layer above the float model."""
-    from inro_fx import api, packing
+    from inro_fx import packing, pipeline
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
     alive = []
 
@@ -339,12 +339,12 @@ def test_inplace_frees_each_weight_when_it_is_packed():
             parts = super().pack(name)
             alive.append(sum(layer.weight.numel() > 0 for layer in model if "weight" in layer._parameters))
             return parts
-    original = api.Packer
-    api.Packer = Watching
+    original = pipeline.Packer
+    pipeline.Packer = Watching
     try:
         inro_fx.quantize_graph(model, torch.randn(2, 64), inplace=True)
     finally:
-        api.Packer = original
+        pipeline.Packer = original
     assert min(alive) <= 1
     assert alive[0] == 8
 
