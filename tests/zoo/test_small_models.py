@@ -89,7 +89,8 @@ def test_speaker_verification(show):
     assert after <= before + 0.01
 
 
-def test_efficientnet(show):
+def digits_probe():
+    """(EfficientNet-Lite0, images of digits, function that scores a linear probe on a model's features)."""
     module = pytest.importorskip("efficientnet_lite_pytorch")
     sklearn = pytest.importorskip("sklearn.datasets")
     from sklearn.linear_model import LogisticRegression
@@ -104,6 +105,11 @@ def test_efficientnet(show):
     def probe(m):
         features = torch.cat([m.extract_features(batch).mean((2, 3)) for batch in x.split(50)]).numpy()
         return LogisticRegression(max_iter=2000).fit(features[:400], y[:400]).score(features[400:], y[400:])
+    return model, x, probe
+
+
+def test_efficientnet(show):
+    model, x, probe = digits_probe()
     before = probe(model)
     for fold in (False, True):
         small = inro_fx.quantize_graph(model, x[:2], fold_batchnorm=fold)
@@ -158,7 +164,7 @@ def test_vision_transformer(show):
     from inro_fx.demo import accuracy, load_digits_model
     model, images, labels = load_digits_model()
     before = accuracy(model, images, labels)
-    numbers = {s.name: accuracy(inro_fx.quantize_graph(model, images[:32], s), images, labels) for s in inro_fx.SCHEMES}
+    numbers = {s.name: accuracy(inro_fx.quantize_graph(model, images[:32], s, calibration=[images[:64]]), images, labels) for s in inro_fx.SCHEMES}
     show(accuracy_float=before, **numbers)
     assert numbers["int8"] >= before - 0.01
     assert numbers["int8_dynamic"] >= before - 0.01
