@@ -154,6 +154,19 @@ def test_without_the_library_everything_works_and_says_so():
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env={**os.environ, "INRO_FX_KERNELS": "off"})
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("ratio", [10, 300, 400, 1e4, 1e6])
+def test_one_huge_activation_does_not_cost_the_others(rows, ratio):
+    """Fifteen bits hold no row in which one number is thousands of times the rest: such rows run in floats."""
+    layer = torch.nn.Linear(512, 64)
+    layer.weight.data[:, 0] /= ratio
+    x = torch.randn(rows, 512)
+    x[::2, 0] = ratio
+    small = inro_fx.quantize_graph(layer, torch.randn(2, 512))
+    want = torch.nn.functional.linear(x, small.weight, layer.bias)
+    assert ((small(x) - want).norm(dim=1) / want.norm(dim=1)).max() < 0.01
+
+
 def test_the_table_of_choices_is_total():
     assert len(LEVELS) == 3
     for op in {c.op for c in CHOICES}:

@@ -9,6 +9,9 @@
    off in the epilogue. Two levels hold 15 bits of each activation: as good as float activations beside int8 weights,
    and two integer products cost less than one of floats where the CPU multiplies bytes (VNNI).
 
+   Fifteen bits are too few where one activation is hundreds of times the others: such a row is reported, and computed in floats
+   by the caller.
+
    Weights stay as they are stored. For few rows of x both operands run along `in`, and a block of 6 x 4 results keeps its sums
    in registers. For many rows 16 columns (AVX2, as int16) or 32 (VNNI) are transposed into a scratch that stays in cache.
 
@@ -35,6 +38,7 @@
 
 enum { PORTABLE = 0, AVX2 = 1, VNNI = 2 };
 enum { STEP = 64, MR = 6, NR = 4, CHUNK = 192, MANY = 12, MANY_AVX2 = 6 };
+#define OUTLIER 350.0f                                /* one number against the mean of the others: the rest keeps about 0.5 % */
 /* bytes of a step along `in`; block of results; rows of x at a time; rows of integers from which transposing pays */
 enum { BLOCKS = NR, PANELS_AVX2 = 16, PANELS_VNNI = 32 };       /* how results are computed, by the columns that go together */
 
@@ -103,6 +107,19 @@ static void quantize_row(const float *x, int64_t n, int64_t padded, int levels, 
     }
 }
 
+/* Is one number of the row so much larger than the others that two levels lose them? */
+static int is_wide(float largest, float total, int64_t n) { return largest * (float)(n - 1) > OUTLIER * (total - largest) && total > largest; }
+
+static int wide_row(const float *x, int64_t n) {
+    float largest = 0.0f, total = 0.0f;
+    for (int64_t i = 0; i < n; i++) {
+        const float a = fabsf(x[i]);
+        largest = a > largest ? a : largest;
+        total += a;
+    }
+    return is_wide(largest, total, n);
+}
+
 /* One level with a given scale and zero point; a row that holds NaN or infinity gets the scale NaN. */
 __attribute__((always_inline))
 static inline void quantize_fixed(const float *x, int64_t n, int64_t padded, float s, float zero, int8_t *q, float *scale, int32_t *sums) {
@@ -129,6 +146,31 @@ static void quantize_fixed_portable(const float *x, int64_t n, int64_t padded, f
 __attribute__((target("avx2,fma")))
 static void quantize_fixed_avx2(const float *x, int64_t n, int64_t padded, float s, float zero, int8_t *q, float *scale, int32_t *sums) {
     quantize_fixed(x, n, padded, s, zero, q, scale, sums);
+}
+
+__attribute__((target("avx2")))
+static int wide_row_avx2(const float *x, int64_t n) {
+    __m256 top = _mm256_setzero_ps(), sum = top;
+    const __m256 clear_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const __m256 a = _mm256_and_ps(_mm256_loadu_ps(x + i), clear_sign);
+        top = _mm256_max_ps(top, a);
+        sum = _mm256_add_ps(sum, a);
+    }
+    float tops[8], sums[8], largest = 0.0f, total = 0.0f;
+    _mm256_storeu_ps(tops, top);
+    _mm256_storeu_ps(sums, sum);
+    for (int j = 0; j < 8; j++) {
+        largest = tops[j] > largest ? tops[j] : largest;
+        total += sums[j];
+    }
+    for (; i < n; i++) {
+        const float a = fabsf(x[i]);
+        largest = a > largest ? a : largest;
+        total += a;
+    }
+    return is_wide(largest, total, n);
 }
 
 /* max |x|, and whether all of it is finite. */
@@ -599,7 +641,9 @@ static int way_of(const job *j, int64_t rows) {
     return BLOCKS;
 }
 
-static void quantize_rows(const job *j, int64_t start, int64_t first, int64_t last, int way, const integers *to) {
+/* Returns 1 if a row is too wide for two levels. */
+static int quantize_rows(const job *j, int64_t start, int64_t first, int64_t last, int way, const integers *to) {
+    int wide = 0;
     for (int64_t r = first; r < last; r++) {
         const float *x = j->x + (start + r) * j->stride;
         if (j->fixed) {
@@ -614,14 +658,17 @@ static void quantize_rows(const job *j, int64_t start, int64_t first, int64_t la
             continue;
         }
 #ifdef X86
+        if (j->levels == 2) wide |= j->level >= AVX2 ? wide_row_avx2(x, j->in) : wide_row(x, j->in);
         if (way == PANELS_AVX2) {
             quantize_wide_avx2(x, j->in, j->padded, j->levels, (int16_t *)to->q + r * j->padded, to->scale + r);
             continue;
         }
+#else
+        if (j->levels == 2) wide |= wide_row(x, j->in);
 #endif
-        (void)way;
         j->quantize(x, j->in, j->padded, j->levels, to->q + r * j->levels * j->padded, to->scale + r, to->sums + r * j->levels);
     }
+    return wide;
 }
 
 /* Results of `here` rows from `start`, for the columns `first * way` to `last * way`; 0 if memory ran out. */
@@ -676,7 +723,8 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
 static int64_t share(int64_t all, int part, int parts) { return all * part / parts; }
 
 /* y[rows, out] = x[rows, in] @ (codes * scale).T + bias; rows of x are `stride` floats apart, the rest is contiguous.
-   `level` is PORTABLE, AVX2 or VNNI, or -1 for the best that this CPU has. Returns 0, or -1 where memory ran out.
+   `level` is PORTABLE, AVX2 or VNNI, or -1 for the best that this CPU has. Returns 0, -1 where memory ran out, or 1 where some row
+   of x is too wide for two levels: its results are no good.
    `fixed` (NULL: row by row) and `zero` are the scale and zero point of x, `column_sums` [out] the codes of each column added up.
    Every result is computed the same way whatever the number of threads. */
 int inro_linear(const float *x, int64_t rows, int64_t in, int64_t stride, const int8_t *codes, int64_t out, const float *scale,
@@ -691,9 +739,9 @@ int inro_linear(const float *x, int64_t rows, int64_t in, int64_t stride, const 
 #endif
     if (in_child || (double)rows * in * out * levels < 200000.0 || threads < 1) threads = 1;
     const int64_t chunks = (rows + CHUNK - 1) / CHUNK;
-    int failed = 0;
+    int failed = 0, wide = 0;
     if (chunks >= 2 * threads) {                       /* many rows: each thread takes chunks of its own */
-        #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|| : failed)
+        #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|| : failed, wide)
         {
             integers own;
             const int ready = take(&j, CHUNK, &own);
@@ -703,16 +751,16 @@ int inro_linear(const float *x, int64_t rows, int64_t in, int64_t stride, const 
                 const int64_t start = c * CHUNK, here = rows - start < CHUNK ? rows - start : CHUNK;
                 if (!ready) continue;
                 const int way = way_of(&j, here);
-                quantize_rows(&j, start, 0, here, way, &own);
+                if (quantize_rows(&j, start, 0, here, way, &own)) wide = 1;
                 if (!multiply(&j, start, here, 0, (out + way - 1) / way, way, &own)) failed = 1;
             }
             give_back(&own);
         }
-        return failed ? -1 : 0;
+        return failed ? -1 : wide;
     }
     integers shared;                                   /* few rows: the threads share them and split the columns */
     if (!take(&j, rows < CHUNK ? rows : CHUNK, &shared)) { give_back(&shared); return -1; }
-    #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|| : failed)
+    #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|| : failed, wide)
     {
         int part = 0, parts = 1;
 #ifdef _OPENMP
@@ -723,12 +771,12 @@ int inro_linear(const float *x, int64_t rows, int64_t in, int64_t stride, const 
             const int64_t here = rows - start < CHUNK ? rows - start : CHUNK;
             const int way = way_of(&j, here);
             const int64_t blocks = (out + way - 1) / way;
-            quantize_rows(&j, start, share(here, part, parts), share(here, part + 1, parts), way, &shared);
+            if (quantize_rows(&j, start, share(here, part, parts), share(here, part + 1, parts), way, &shared)) wide = 1;
             #pragma omp barrier
             if (!multiply(&j, start, here, share(blocks, part, parts), share(blocks, part + 1, parts), way, &shared)) failed = 1;
             #pragma omp barrier
         }
     }
     give_back(&shared);
-    return failed ? -1 : 0;
+    return failed ? -1 : wide;
 }

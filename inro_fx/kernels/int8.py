@@ -12,6 +12,7 @@ from torch import Tensor
 __all__ = ["LEVELS", "best_level", "linear_int8", "unavailable"]
 
 LEVELS = ("portable C", "C with AVX2", "C with AVX-512 VNNI")
+OUTLIER = 350.0                # as in int8.c
 MOST_COLUMNS = 65_536          # 255 * 127 * 65536 still fits int32
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
@@ -45,7 +46,8 @@ def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, le
     ``scale`` is float32 [out, 1] or [1, 1], ``bias`` float32 [out] or None. ``level`` is an index of `LEVELS`, -1 for the best;
     ``threads`` those of torch. ``fixed`` (one level only) is (input_scale float32 [1, 1], input_zero int32 [1, 1], sums of the
     codes int32 [out, 1]): x is then quantized with that scale and zero point, and not row by row. The integer sums are exact,
-    whatever the level and the number of threads.
+    whatever the level and the number of threads. Rows in which one number is hundreds of times the others, too wide for 15 bits,
+    are computed in floats.
 
     >>> x, codes = torch.tensor([[1.0, 127.0]]), torch.tensor([[2, 3]], dtype=torch.int8)
     >>> linear_int8(x, codes, torch.tensor([[0.5]]), None, levels=1) if best_level() >= 0 else torch.tensor([[191.5]])
@@ -60,6 +62,15 @@ def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, le
         int(scale.shape[0] != 1), None if bias is None else bias.data_ptr(), y.data_ptr(), levels,
         torch.get_num_threads() if threads is None else threads, level,
         *((None, None, None) if fixed is None else (part.contiguous().data_ptr() for part in fixed)))
-    if failed:
+    if failed > 0:
+        _mend_wide_rows(y, x, codes, scale, bias)
+    elif failed:
         raise MemoryError(f"no memory for the activations of a linear of {tuple(x.shape)} by {tuple(codes.shape)}")
     return y
+
+
+def _mend_wide_rows(y: Tensor, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    """Computes the rows with outliers again, with float activations (generously: a few more rows do no harm)."""
+    largest = x.abs().amax(1)
+    wide = largest * (x.shape[1] - 1) > 0.99 * OUTLIER * (x.abs().sum(1) - largest)
+    y[wide] = torch.nn.functional.linear(x[wide], codes.float() * scale, bias)
