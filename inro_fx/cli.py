@@ -70,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--override", action="append", default=[], metavar="PATTERN=SCHEME",
                              help="another scheme for matching layers, 'none' leaves them float; may be repeated")
         command.add_argument("--capture", choices=CAPTURES, default="auto", help="how to capture the graph (%(default)s)")
+        command.add_argument("--calibration", metavar="MODULE:NAME", help="an iterable of inputs, or a function that makes one: "
+                             "errors are measured on it, and int8_static takes its ranges from it")
         command.add_argument("--fold-batchnorm", action="store_true", help="multiply batch norms into the convolutions before them")
         command.add_argument("--out", type=Path, metavar=out, required=name in ("quantize", "draw"),
                              help=f"the {out.lower()} to write")
@@ -89,7 +91,8 @@ def _demo(options: argparse.Namespace) -> None:
     from .demo import accuracy, load_digits_model
     model, images, labels = load_digits_model()
     before = accuracy(model, images, labels)
-    small = quantize_graph(model, images[:64], _scheme(options.scheme))
+    static = options.scheme == "int8_static"
+    small = quantize_graph(model, images[:64], _scheme(options.scheme), calibration=images[:256].split(64) if static else None)
     print("A vision transformer that reads handwritten digits, before and after:\n")
     print(report(small))
     after = accuracy(small, images, labels)
@@ -168,8 +171,9 @@ def _quantized(options: argparse.Namespace, model: Any = None, inputs: Any = Non
         if not equals:
             raise InputError(f"--override {entry}: write PATTERN=SCHEME, for example --override 'encoder.*=int8' or head=none")
         overrides[pattern] = None if scheme.lower() == "none" else _scheme(scheme)
-    return quantize_graph(model, inputs, _scheme(options.scheme), overrides=overrides, capture=options.capture,
-                          fold_batchnorm=options.fold_batchnorm)
+    calibration = None if options.calibration is None else _inputs(options.calibration)
+    return quantize_graph(model, inputs, _scheme(options.scheme), overrides=overrides, calibration=calibration,
+                          capture=options.capture, fold_batchnorm=options.fold_batchnorm)
 
 
 def _scheme(text: str) -> Any:

@@ -14,6 +14,7 @@ import base64
 import dataclasses
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from .checks import check_model
 from .errors import FileError, InroError, ModelError
 from .passes.module import GraphForward, Packed, PackedWeights, attach_graph, attach_packed, finish, user_class
 from .passes.scheme import Layout, Scheme
-from .passes.state import clone, prepare
+from .passes.state import clone
 from .passes.stored import Codec, NotStored
 from .passes.verify import verify
 from .progress import progress_bar
@@ -39,6 +40,7 @@ from .schemes import describe_scheme, read_scheme
 __all__ = ["load", "save"]
 
 FORMAT_VERSION = 1
+NEW_BUFFER = re.compile(r"_constant_\d+")          # what a graph may add to a module; else a file names what is there
 MOST_TEXT = 1 << 30            # of the graphs and the report when unpacked: more is no honest file
 NAMED = 5                      # differences that a message names
 
@@ -280,19 +282,21 @@ def _checked(file: str, name: str, tensor: Tensor, entry: Entry) -> Tensor:
 
 def _rebuild(model: nn.Module, manifest: Mapping[str, Any], entries: Mapping[str, Entry], tensors: Mapping[str, Tensor],
              given: Sequence[Scheme], file: str) -> nn.Module:
-    root = prepare(clone(model))
+    root = clone(model)
     schemes = [read_scheme(d, given) for d in manifest["schemes"]]
     _check_architecture(root, manifest, entries, file)
+    made = {f"{w['holder']}.{b}".lstrip(".") for w in manifest["weights"] for b in w["stored"]
+            if any(b.startswith(own + "_") and re.fullmatch(r"\w+", b[len(own):]) for own in _names_on(root, w["holder"]))}
     for weight in manifest["weights"]:
         owner = root.get_submodule(weight["module"])
         owner._parameters.pop(weight["name"], None)
         owner._buffers.pop(weight["name"], None)
     for name, entry in entries.items():
-        _place(root, tensors[name], entry)
+        _place(root, tensors[name], entry, made)
     for weight in manifest["weights"]:
         shape, view, channels = (tuple(int(n) for n in part) for part in weight["layout"])
         packed = Packed(schemes[weight["scheme"]], tuple(weight["buffers"]), Layout(shape, view, channels),
-                        getattr(torch, weight["dtype"]))
+                        _dtype(weight["dtype"]))
         attach_packed(root.get_submodule(weight["module"]), weight["name"], packed,
                       root.get_submodule(weight["holder"]), tuple(weight["stored"]))
     content = json.loads(_unpacked_text(manifest["graphs"]))
@@ -307,7 +311,7 @@ def _rebuild(model: nn.Module, manifest: Mapping[str, Any], entries: Mapping[str
             continue
         verify(capture.graph, module, {}, after="load")
         attach_graph(module, capture, bool(data["strict"]))
-        first, now = (getattr(torch, d) for d in data["dtypes"])
+        first, now = map(_dtype, data["dtypes"])
         module.__dict__.update(_inro_float_dtypes=(first, now), _inro_changed=data["changed"])
     for path, data in content["records"].items():
         root.get_submodule(path).__dict__["_inro"] = _record(data, path, unstored)
@@ -345,7 +349,19 @@ def _check_architecture(root: nn.Module, manifest: Mapping[str, Any], entries: M
                         f"{'; '.join(found[:NAMED])}{more}")
 
 
-def _place(root: nn.Module, tensor: Tensor, entry: Entry) -> None:
+def _names_on(root: nn.Module, path: str) -> list[str]:
+    module = root.get_submodule(path)
+    return [*module._parameters, *module._buffers]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
+
+
+def _place(root: nn.Module, tensor: Tensor, entry: Entry, made: set[str]) -> None:
     """Puts a tensor of the file where it belongs, under all of its names."""
     value = nn.Parameter(tensor, entry.kind == "parameter") if entry.kind in ("parameter", "frozen") else tensor
     for full in entry.names:
@@ -361,8 +377,10 @@ def _place(root: nn.Module, tensor: Tensor, entry: Entry) -> None:
             module.__dict__[name] = value
         elif name in module._buffers:
             module._buffers[name] = value
-        else:
+        elif full in made or NEW_BUFFER.fullmatch(name):
             module.register_buffer(name, value, persistent=entry.kind == "buffer")
+        else:
+            raise KeyError(full)
 
 
 def _record(data: dict[str, Any], path: str, unstored: Mapping[str, str]) -> Record:

@@ -108,9 +108,8 @@ def observing(root: nn.Module, observers: Mapping[str, tuple[fx.Graph, Observer]
     """While this lasts, the captured modules at these paths run their graphs node by node under an observer."""
     modules = [(root.get_submodule(path), graph, observe) for path, (graph, observe) in observers.items()]
     saved = [m.__dict__["_inro_run"] for m, _, _ in modules]
-    for (module, graph, observe), before in zip(modules, saved, strict=True):
-        module.__dict__["_inro_run"] = lambda self, *flat, g=graph, o=observe, b=before: (
-            b(self, *flat) if torch.compiler.is_compiling() else interpret(self, g, list(flat), o))
+    for module, graph, observe in modules:
+        module.__dict__["_inro_run"] = lambda self, *flat, g=graph, o=observe: interpret(self, g, list(flat), o)
     try:
         yield
     finally:

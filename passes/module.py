@@ -212,7 +212,8 @@ class GraphForward(Part):
 
     _inro_capture: Capture
     _inro_graph: fx.Graph
-    _inro_run: Callable
+    _inro_run: Callable                                      # the graph as Python, reading tensors where they lie
+    _inro_traced: Callable                                   # the same for torch.compile, reading them as attributes
     _inro_strict: bool
     _inro_calls: Counter
     _inro_float_dtypes: tuple[torch.dtype, torch.dtype]      # of the weights: when captured, and now
@@ -227,7 +228,8 @@ class GraphForward(Part):
             reason = capture.call.match(args, kwargs)
         if isinstance(reason, list):
             try:
-                results = self._inro_run(self, *reason)
+                run = self._inro_traced if torch.compiler.is_compiling() else self._inro_run
+                results = run(self, *reason)
             except GuardFailed as failed:
                 reason = str(failed)
             except ERRORS as error:                            # the user's own forward raises it better, or catches it
@@ -270,7 +272,8 @@ class GraphForward(Part):
                 written = re.escape(_format_target("self", target).replace("\n", "\n    "))        # fx indents every line
                 source = re.sub(written + r"(?!\w)", _spelled_out(target).replace("\\", r"\\"), source)
         self.__dict__["_inro_code"] = source
-        self.__dict__["_inro_run"] = _compiled(source, code.globals)
+        self.__dict__["_inro_traced"] = _compiled(source, code.globals)
+        self.__dict__["_inro_run"] = _compiled(*_direct(self, targets, source, code.globals))
         return code
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -288,7 +291,7 @@ class GraphForward(Part):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__()) if _defines(user_class(self), "__getstate__") else dict(self.__dict__)
-        for name in ("_inro_run", "_inro_code", "_inro_inside", "_inro_watched"):
+        for name in ("_inro_run", "_inro_traced", "_inro_code", "_inro_inside", "_inro_watched"):
             state.pop(name, None)
         state["_inro_graph"] = GraphData.of(self._inro_graph)
         state["_inro_capture"] = dataclasses.replace(self._inro_capture, graph=None)
@@ -312,6 +315,32 @@ class GraphForward(Part):
         new = object.__new__(type(self))
         new.__setstate__(self.__getstate__())
         return new
+
+
+def _direct(module: nn.Module, targets: set[str], source: str, names: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The source with ``self.layers.3.fc.weight_codes``, a microsecond for each dot, as an entry of the dict that holds the tensor.
+
+    The dicts of a module's parameters and buffers are its own for life: what moves, casts or loads a module changes their entries.
+    """
+    names, reads = dict(names), {}
+    for number, target in enumerate(sorted(targets)):
+        path, _, leaf = target.rpartition(".")
+        try:
+            owner = module.get_submodule(path)
+        except AttributeError:
+            continue
+        for kind in (owner._parameters, owner._buffers):
+            if kind.get(leaf) is not None:
+                names[f"_held_{number}"] = kind
+                written = _spelled_out(target) if any(map(_misspelled, target.split("."))) else _format_target("self", target)
+                reads[written] = f"_held_{number}[{leaf!r}]"
+    lines = source.split("\n")
+    for index, line in enumerate(lines):
+        name, equals, value = line.partition(" = ")
+        read = reads.get(value.partition(";")[0].strip())
+        if equals and read is not None:
+            lines[index] = name + equals + read
+    return "\n".join(lines), names
 
 
 _sources: Counter[str] = Counter()          # files of compiled graphs -> how many functions of that source live

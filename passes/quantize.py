@@ -52,7 +52,7 @@ def _unpack(graph: fx.Graph, weight: fx.Node, decision: Decision, prefix: str) -
         for part, buffer in zip(decision.scheme.parts, decision.buffers, strict=True):
             name = leaf + buffer[len(own):]
             node = graph.create_node("get_attr", f"{home}.{name}" if home else name)
-            node.meta.update(module=weight.meta["module"], part_of=decision.constant.name, part=part, droppable=True,
+            node.meta.update(module=weight.meta["module"], part_of=decision.constant.name, part=part,
                              single_row=part in decision.single_row)
             parts[part] = fx.Proxy(node, tracer)
         last = weight.prev
@@ -62,8 +62,6 @@ def _unpack(graph: fx.Graph, weight: fx.Node, decision: Decision, prefix: str) -
     while node is not weight:
         node.meta.update(module=weight.meta["module"], weight_dtype=decision.constant.dtype, unpacks=decision.constant.name)
         node = node.next
-    if restored.meta.get("part_of") is None:
-        restored.meta["droppable"] = True
     restored.meta["alias"] = weight.meta["alias"]
     restored.meta["example"] = (decision.constant.dtype, decision.constant.shape)
     weight.replace_all_uses_with(restored)

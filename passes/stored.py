@@ -1,8 +1,9 @@
 """A capture as JSON, for files: names and numbers only, nothing that reading it could run.
 
-A file may be damaged or hostile. So a function's name leads to a function only through `functions` (operators on
-tensors, arithmetic), a method must be one of a tensor or a container, attributes must be there on the module, and the
-classes of outputs are looked up, never imported, in the packages that the model's own classes come from.
+A file may be damaged or hostile. So a function's name leads to a function only through `functions` (operators on tensors,
+arithmetic) or ATen's overloads, none of which calls what it is given; a method must be one of a tensor or a container; attributes
+must be there on the module; arguments of nodes are plain values. The classes of outputs are looked up, never imported, among those
+that their modules define, and objects are made only of classes from the packages of the model itself.
 
 What JSON cannot say is a dict with one key, its tag: ``{"dtype": "float32"}``, ``{"tuple": [...]}``; see `FORMS`.
 """
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import treespec_dumps, treespec_loads
+from torch.utils._pytree import TreeSpec, tree_structure
 
 from .call import Call, ConstantLeaf, Slot, TensorLeaf
 from .constants import Alias
@@ -53,6 +54,12 @@ OPERATOR_METHODS = tuple(f"__{n}__" for n in (
     "abs add and bool contains eq floordiv ge getitem gt iadd iand ifloordiv imod imul index int invert ior ipow isub itruediv "
     "ixor le len lshift lt matmul mod mul ne neg or pos pow radd rand rfloordiv rmatmul rmod rmul ror rpow rshift rsub rtruediv "
     "rxor setitem sub truediv xor").split())
+CALLS_BACK = ("apply_", "backward", "map2_", "map_", "numpy", "register_hook", "register_post_accumulate_grad_hook", "set_",
+              "share_memory_", "storage", "triplet_margin_with_distance_loss", "untyped_storage")     # or leave torch
+PRIVATE_ATEN = ("_adaptive_avg_pool2d", "_cdist_forward", "_embedding_bag", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_grouped_mm",
+                "_log_softmax", "_native_batch_norm_legit_no_training", "_softmax", "_to_copy", "_unsafe_view")
+PLAIN_TAGS = frozenset(("node", "tuple", "dict", "dtype", "layout", "memory_format", "device", "slice", "ellipsis", "complex",
+                        "size", "enum"))                  # of the arguments of nodes, which become Python source
 META = ("example", "kernel", "module", "rows", "target", "unpacks", "weight_dtype")
 
 
@@ -73,7 +80,7 @@ def functions() -> dict[str, Callable]:
                       if callable(value) and not name.startswith("_") and name not in NOT_ARITHMETIC})
     for prefix, namespace in NAMESPACES:
         found.update({f"{prefix}.{name}": value for name, value in vars(namespace).items()
-                      if callable(value) and not isinstance(value, type) and takes_tensors(name, value)})
+                      if callable(value) and not isinstance(value, type) and name not in CALLS_BACK and takes_tensors(name, value)})
     return found
 
 
@@ -83,7 +90,7 @@ def _names() -> dict[int, str]:
 
 
 def _method(name: Any) -> str:
-    if isinstance(name, str) and name.isidentifier() and (
+    if isinstance(name, str) and name.isidentifier() and name not in CALLS_BACK and (
             name in CONTAINER_METHODS or name in OPERATOR_METHODS or (hasattr(Tensor, name) and not name.startswith("_"))):
         return name
     raise NotStored(f"it calls the method {name}")
@@ -116,9 +123,9 @@ class Codec:
     """
 
     def __init__(self, modules: Iterable[nn.Module], schemes: Iterable[Scheme] = ()):
-        self.packages = {"builtins", "collections", "torch"}
-        for module in modules:
-            self.packages |= {c.__module__.partition(".")[0] for c in user_class(module).__mro__}
+        found = {c.__module__.partition(".")[0] for module in modules for c in user_class(module).__mro__}
+        self.packages = found | {"builtins", "collections", "torch"}
+        self.own = found - {"builtins", "collections", "torch"}
         self.operators: dict[str, Callable] = {}
         for scheme in schemes:
             for op in ("linear", "embedding"):
@@ -126,6 +133,7 @@ class Codec:
                 if not isinstance(found, str):
                     self.operators[f"{scheme.name}:{op}"] = found[0]
         self.nodes: dict[str, fx.Node] = {}
+        self._plain = False                     # are the arguments of a node being read?
         self._open: set[int] = set()
 
     def encode(self, value: Any) -> Any:
@@ -153,6 +161,8 @@ class Codec:
         if type(data) is not dict:
             return data
         (tag, content), = data.items()
+        if self._plain and tag not in PLAIN_TAGS:
+            raise NotStored(f"a node has an argument that is a {tag}")
         return _BY_TAG[tag].decode(self, content)
 
     # -- classes and functions --
@@ -171,13 +181,15 @@ class Codec:
         path, _, qualname = name.partition(":")
         value: Any = sys.modules.get(path) if path.partition(".")[0] in self.packages else None
         for piece in qualname.split("."):
-            value = vars(value).get(piece) if value is not None and hasattr(value, "__dict__") else None
-        if not isinstance(value, type):
+            value = vars(value).get(piece) if hasattr(value, "__dict__") else None
+            if not isinstance(value, type):
+                break
+        if not isinstance(value, type) or value.__module__ != path:
             raise NotStored(f"the class {name} is not among the model's")
         return value
 
     def name_function(self, function: Callable) -> Any:
-        if isinstance(function, torch._ops.OpOverload) and _takes_tensor(function):
+        if isinstance(function, torch._ops.OpOverload) and self._may_call(function):
             return str(function)
         if id(function) in _names():
             return _names()[id(function)]
@@ -188,19 +200,26 @@ class Codec:
             return "apply:" + self.name_class(function.function)
         raise NotStored(f"it calls {getattr(function, '__name__', function)}, which is no operator of torch")
 
+    def _may_call(self, overload: Any) -> bool:
+        space, _, name = overload._schema.name.partition("::")
+        known = space in ("aten", "inro_fx") or space in self.own
+        return known and (not name.startswith("_") or name in PRIVATE_ATEN) and name not in CALLS_BACK and _takes_tensor(overload)
+
     def find_function(self, name: str) -> Callable:
         if name in functions():
             return functions()[name]
         kind, _, rest = name.partition(":")
         if kind == "scheme" and rest in self.operators:
             return self.operators[rest]
-        if kind == "apply" and issubclass(owner := self.find_class(rest), torch.autograd.Function):
-            return Applied(owner)
+        if kind == "apply" and rest.partition(".")[0].partition(":")[0] in self.own:
+            owner = self.find_class(rest)
+            if issubclass(owner, torch.autograd.Function):
+                return Applied(owner)
         space, _, rest = name.partition(".")
         base, _, overload = rest.rpartition(".")
         packet = getattr(getattr(torch.ops, space), base, None) if base.isidentifier() and not space.startswith("_") else None
         found = getattr(packet, overload, None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
-        if isinstance(found, torch._ops.OpOverload) and _takes_tensor(found):
+        if isinstance(found, torch._ops.OpOverload) and self._may_call(found):
             return found
         raise NotStored(f"it calls {name}, which torch {torch.__version__} does not have")
 
@@ -223,21 +242,27 @@ class Codec:
         graph = fx.Graph()
         self.nodes = {}
         for op, name, target, args, kwargs, notes in rows:
-            args, kwargs = self.decode(args), self.decode(kwargs)
+            self._plain = True
+            try:
+                args, kwargs = self.decode(args), self.decode(kwargs)
+            finally:
+                self._plain = False
             if not isinstance(args, tuple) or not all(k.isidentifier() and not keyword.iskeyword(k) for k in (*kwargs, name)):
                 raise ValueError(f"node {name}")
-            node = graph.create_node(op, self._target(op, target, args, module), args, kwargs, name)
+            node = graph.create_node(op, self._target(op, target, args, kwargs, module), args, kwargs, name)
             node.meta = {key: self.decode(value) for key, value in notes.items() if key in META}
             if "alias" in notes:
                 node.meta["alias"] = Alias(*[self.decode(v) for v in notes["alias"]])
             self.nodes[name] = node
         return graph
 
-    def _target(self, op: str, target: str, args: tuple, module: nn.Module) -> Any:
+    def _target(self, op: str, target: str, args: tuple, kwargs: dict, module: nn.Module) -> Any:
         if op == "call_function":
             function = self.find_function(target)
             if function is getattr and not (len(args) == 2 and isinstance(args[1], str) and not args[1].startswith("_")):
                 raise NotStored("it reads a private attribute")
+            if function in (max, min) and kwargs:
+                raise NotStored(f"it gives {function.__name__} a function to call")
             return function
         if op == "call_method":
             return _method(target)
@@ -258,13 +283,21 @@ class Codec:
         for index, group in enumerate(call.leaves):
             default = call.defaults[index] if index < len(call.defaults) else None
             leaves.append([self._leaf(leaf, default) for leaf in group])
-        try:
-            specs = [None if spec is None else treespec_dumps(spec) for spec in call.specs]
-        except (NotImplementedError, TypeError) as error:
-            raise NotStored(f"its arguments have a structure without a name ({error})") from error
+        specs = [None if spec is None else self._spec(spec) for spec in call.specs]
         return dict(path=capture.path, kind=capture.kind, graph=self.encode_graph(capture.graph), names=list(call.names),
                     specs=specs, leaves=leaves, facts=sorted(call.facts), count=call.passed[0], keywords=sorted(call.passed[1]),
                     template=self.encode(capture.template))
+
+    def _spec(self, spec: TreeSpec) -> list:
+        """A structure of pytree: [] for a leaf, else [class, what its flattening noted, children]."""
+        if spec.is_leaf():
+            return []
+        return [self.name_class(spec.type), self.encode(spec._context), [self._spec(c) for c in spec._children]]
+
+    def _read_spec(self, data: list) -> TreeSpec:
+        if not data:
+            return tree_structure(0)
+        return TreeSpec(self.find_class(data[0]), self.decode(data[1]), [self._read_spec(d) for d in data[2]])
 
     def _leaf(self, leaf: Any, default: Any) -> list:
         if isinstance(leaf, TensorLeaf):
@@ -281,9 +314,7 @@ class Codec:
         call = Call.describe(user_class(module).forward.__get__(module))
         if list(call.names) != data["names"]:
             raise NotStored(f"forward takes ({', '.join(call.names)}) here and ({', '.join(data['names'])}) in the file")
-        if any(spec is not None and "__enum__" in spec for spec in data["specs"]):      # torch would import what it names
-            raise NotStored("its arguments are structured by an enum")
-        specs = tuple(None if spec is None else treespec_loads(spec) for spec in data["specs"])
+        specs = tuple(None if spec is None else self._read_spec(spec) for spec in data["specs"])
         leaves = tuple(tuple(self._read_leaf(leaf, call.defaults[i] if i < len(call.defaults) else None) for leaf in group)
                        for i, group in enumerate(data["leaves"]))
         if not len(specs) == len(leaves) == len(call.names):
@@ -353,14 +384,26 @@ def _is_plain_object(value: Any) -> bool:
         (hasattr(value, "__dict__") or dataclasses.is_dataclass(value)) and type(value).__module__.partition(".")[0] != "torch"
 
 
+def _object_fields(codec: Codec, value: Any) -> list:
+    if type(value).__module__.partition(".")[0] not in codec.own or hasattr(type(value), "__del__"):
+        raise NotStored(f"it returns a {type(value).__name__}, which is of another package than the model")
+    return [codec.name_class(type(value)), {k: codec.encode(x) for k, x in _attributes(value).items()}]
+
+
 def _make_object(codec: Codec, data: list) -> Any:
     kind = codec.find_class(data[0])
-    if kind.__module__.partition(".")[0] in ("torch", "builtins", "collections") or issubclass(kind, nn.Module):
+    if kind.__module__.partition(".")[0] not in codec.own or issubclass(kind, (nn.Module, enum.Enum)) or hasattr(kind, "__del__"):
         raise NotStored(f"{data[0]} is no output")
     new = object.__new__(kind)
     for key, value in data[1].items():
         object.__setattr__(new, key, codec.decode(value))
     return new
+
+
+def _member(kind: type, name: str) -> enum.Enum:
+    if not issubclass(kind, enum.Enum):
+        raise NotStored(f"{kind.__name__} is no enum")
+    return kind[name]
 
 
 def _pairs(codec: Codec, value: Mapping) -> list:
@@ -400,14 +443,13 @@ FORMS: tuple[Form, ...] = (
     Form("set", _of(set, frozenset), lambda c, v: [type(v) is frozenset, [c.encode(x) for x in v]],
          lambda c, d: (frozenset if d[0] else set)(c.decode(x) for x in d[1])),
     Form("enum", lambda v: isinstance(v, enum.Enum), lambda c, v: [c.name_class(type(v)), v.name],
-         lambda c, d: enum.EnumMeta.__getitem__(c.find_class(d[0]), d[1])),
+         lambda c, d: _member(c.find_class(d[0]), d[1])),
     Form("class", lambda v: isinstance(v, type), lambda c, v: c.name_class(v), lambda c, d: c.find_class(d)),
     Form("named", lambda v: isinstance(v, tuple), lambda c, v: [c.name_class(type(v)), [c.encode(x) for x in v]], _make_named),
     Form("record", _is_record, _record_fields, _make_record),
     Form("mapping", lambda v: isinstance(v, dict) and not isinstance(v, collections.defaultdict),
          lambda c, v: [c.name_class(type(v)), _pairs(c, v), {k: c.encode(x) for k, x in getattr(v, "__dict__", {}).items()}],
          _make_mapping),
-    Form("object", _is_plain_object, lambda c, v: [c.name_class(type(v)), {k: c.encode(x) for k, x in _attributes(v).items()}],
-         _make_object),
+    Form("object", _is_plain_object, _object_fields, _make_object),
 )
 _BY_TAG = {form.tag: form for form in FORMS}

@@ -31,12 +31,13 @@ def main():
         print("no CUDA device here: nothing was checked")
         return 0
     passed = failed = 0
-    for scheme in ("int8", "int8_dynamic", "int4"):
+    for scheme in ("int8", "int8_dynamic", "int8_static", "int4"):
         for inner, out in SHAPES:
             layer = nn.Linear(inner, out)
-            small = inro_fx.quantize_graph(layer, torch.randn(2, inner), scheme)
+            data = [torch.randn(64, inner)]
+            small = inro_fx.quantize_graph(layer, data[0], scheme, calibration=data)
             for dtype in DTYPES:
-                there, float_layer = inro_fx.quantize_graph(layer, torch.randn(2, inner), scheme).to("cuda", dtype), nn.Linear(inner, out).to("cuda", dtype)
+                there, float_layer = inro_fx.quantize_graph(layer, data[0], scheme, calibration=data).to("cuda", dtype), nn.Linear(inner, out).to("cuda", dtype)
                 for rows in ROWS:
                     x = torch.randn(rows, inner)
                     with torch.inference_mode():

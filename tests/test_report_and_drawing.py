@@ -155,6 +155,7 @@ def zoo(tmp_path, monkeypatch):
         "def build():\n    return net\n"
         "def with_inputs():\n    return net, torch.randn(3, 8)\n"
         "def example():\n    return {'input': torch.randn(2, 8)}\n"
+        "def data():\n    return [torch.randn(4, 8) for _ in range(3)]\n"
         "number = 3\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -185,6 +186,14 @@ def test_quantize_and_draw_commands(zoo, capsys):
     assert state["2.weight"].dtype == torch.float32
     assert "overrides['2'] leaves it float" in (zoo / "small" / "report.txt").read_text()
     assert main(["draw", "mine:net", "--inputs", "2x8", "--out", "g.txt"]) == 0
+
+
+def test_calibration_on_the_command_line(zoo, capsys):
+    call = ["report", "mine:net", "--inputs", "2x8", "--scheme", "int8_static"]
+    assert main(call) == 2
+    assert "the scheme int8_static needs calibration data" in capsys.readouterr().err
+    assert main([*call, "--calibration", "mine:data"]) == 0
+    assert "histogram" in capsys.readouterr().out
 
 
 def test_bench_command(zoo, capsys):

@@ -224,6 +224,17 @@ def test_a_new_process(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_an_exported_program_in_a_new_process(tmp_path):
+    small = inro_fx.quantize_graph(*MODELS["encoder"](), scheme="int8_dynamic")
+    x = torch.randn(3, 4, 16)
+    torch.export.save(torch.export.export(small, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},)), str(tmp_path / "m.pt2"))
+    torch.save((x, small(x)), tmp_path / "xy.pt")
+    code = (f"import torch, inro_fx\nx, y = torch.load({str(tmp_path / 'xy.pt')!r})\n"
+            f"net = torch.export.load({str(tmp_path / 'm.pt2')!r}).module()\ntorch.testing.assert_close(net(x), y)\nnet(x[:2])")
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # ---- what is refused ----
 
 @pytest.fixture(scope="module")
@@ -394,7 +405,17 @@ def test_a_manifest_that_makes_no_sense_is_refused_or_harmless(saved, tmp_path_f
     ["call_function", "a", "torch.relu", {"tuple": [{"object": ["subprocess:Popen", {}]}]}, {"dict": []}, {}],
     ["call_function", "a", "torch.relu", {"tuple": [{"object": ["tempfile:_TemporaryFileCloser", {}]}]}, {"dict": []}, {}],
     ["call_function", "a", "torch.relu", {"tuple": [{"enum": ["re:RegexFlag", "A"]}]}, {"dict": []}, {}],
-], ids=range(17))
+    ["call_function", "a", "torch.relu", {"tuple": [{"object": ["torch.fx.graph:enum.Enum", {"_name_": "x, print('hi')"}]}]}, {"dict": []}, {}],
+    ["call_function", "a", "torch.relu", {"tuple": [{"object": ["torch.serialization:tempfile._TemporaryFileCloser", {"name": "x", "delete": True}]}]}, {"dict": []}, {}],
+    ["call_function", "a", "torch.relu", {"tuple": [{"class": "torch:Tensor"}]}, {"dict": []}, {}],
+    ["call_method", "a", "numpy", {"tuple": [{"node": "input_1"}]}, {"dict": []}, {}],
+    ["call_method", "a", "apply_", {"tuple": [{"node": "input_1"}, {"node": "input_1"}]}, {"dict": []}, {}],
+    ["call_function", "a", "builtins.max", {"tuple": [["x"]]}, {"dict": [["key", {"node": "input_1"}]]}, {}],
+    ["call_function", "a", "torch.nn.functional.triplet_margin_with_distance_loss", {"tuple": []}, {"dict": []}, {}],
+    ["call_function", "a", "aten._reshape_alias.default", {"tuple": [{"node": "input_1"}, [64], [1]]}, {"dict": []}, {}],
+    ["call_function", "a", "inductor._reinterpret_tensor.default", {"tuple": [{"node": "input_1"}, [64], [1]]}, {"dict": []}, {}],
+    ["call_function", "a", "apply:torch.utils.checkpoint:CheckpointFunction", {"tuple": [{"node": "input_1"}]}, {"dict": []}, {}],
+], ids=range(27))
 def test_a_hostile_graph_is_not_taken(hostile, saved, tmp_path):
     file, model, small, x = saved
 
@@ -420,9 +441,35 @@ def test_no_function_of_a_file_opens_files_or_runs_code():
 
 def test_classes_are_looked_up_and_never_imported():
     codec = Codec([nn.Linear(2, 2)])
-    for name in ("this:Zen", "subprocess:Popen", "torch:nowhere", "torch:nn.Linear.forward", "builtins:eval"):
+    for name in ("this:Zen", "torch.fx.graph:enum.Enum", "torch.serialization:tempfile._TemporaryFileCloser", "torch:nn.Linear", "subprocess:Popen", "torch:nowhere", "torch:nn.Linear.forward", "builtins:eval"):
         with pytest.raises(NotStored, match="is not among the model's"):
             codec.find_class(name)
+
+
+def test_a_structure_of_arguments_imports_nothing(saved, tmp_path):
+    file, model, small, x = saved
+    for spec in ('[1, {"type": "collections.defaultdict", "context": "{\\"default_factory_module\\": \\"this\\"}", "children_spec": []}]',
+                 ["this:Zen", None, []], ["collections:defaultdict", [{"class": "this:Zen"}], [[]]]):
+        def change(manifest, spec=spec):
+            inner = json.loads(files._unpacked_text(manifest["graphs"]))
+            inner["graphs"][""]["capture"]["specs"] = [spec]
+            manifest["graphs"] = files._packed_text(inner)
+        with contextlib.suppress(inro_fx.FileError):
+            again = inro_fx.load(rewritten(file, tmp_path / "spec.safetensors", change), model)
+            assert torch.equal(again(x), small(x))
+    assert "this" not in sys.modules
+
+
+def test_a_file_adds_no_buffers_of_its_own(saved, tmp_path):
+    file, model, _, _ = saved
+    metadata, tensors = metadata_of(file)
+    for name in ("extra", "0.forward", '0.x"); print("', "_constant_0x"):
+        manifest = json.loads(metadata["inro_fx"].partition(" ")[2])
+        manifest["tensors"][name] = ["non_persistent", [name], "float32", [2], zlib.crc32(torch.zeros(2).numpy())]
+        text = json.dumps(manifest)
+        save_file({**tensors, name: torch.zeros(2)}, tmp_path / "more.safetensors", {"inro_fx": f"{zlib.crc32(text.encode()):08x} {text}"})
+        with pytest.raises(inro_fx.FileError):
+            inro_fx.load(tmp_path / "more.safetensors", model)
 
 
 def test_a_file_is_written_whole_or_not_at_all(saved, tmp_path, monkeypatch):
