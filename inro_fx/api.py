@@ -80,7 +80,7 @@ def _first(calibration: Iterable[Any] | None, example: Example) -> list[Example]
         return [example]
     batches = [Example.of(b) for b in itertools.islice(calibration, MOST_CALIBRATION)]
     if not batches:
-        raise InputError("calibration gives no inputs")
+        raise InputError("calibration gives no inputs: give at least one, like example_inputs")
     return batches
 
 
@@ -106,6 +106,8 @@ def prepare_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme = 
     >>> inro_fx.convert_graph(prepared)[0].weight_input_scale.shape
     torch.Size([1, 1])
     """
+    if learn_scales and not qat:
+        raise InputError("learn_scales=True is for training: add qat=True")
     options = options_of(model, scheme, overrides, capture)
     example = Example.of(example_inputs)
     with apart(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +14,10 @@ __all__ = ["replacing", "write_bytes"]
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """A new empty file beside ``file`` to write to; it takes the place of ``file`` if nothing goes wrong, else it is removed."""
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(6)}")
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.replace(file)

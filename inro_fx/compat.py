@@ -49,7 +49,7 @@ def uniform_quantize(model: nn.Module, quant_max: int) -> tuple[nn.Module, dict[
             kind = str(parameter.dtype).removeprefix("torch.")
             raise ModelError(f"{name} is {kind}: only real floating-point parameters are quantized")
         if not bool(torch.isfinite(parameter.detach()).all()):
-            raise ModelError(f"{name} holds NaN or infinity")
+            raise ModelError(f"{name} holds NaN or infinity: mend it, or leave the model as it is")
     dtype = next(d for limit, d in _DTYPES if quant_max < limit)
     codes = {name: _codes_of(parameter.detach(), quant_max, dtype) for name, parameter in parameters.items()}
     return uniform_dequantize(model, codes), codes

@@ -7,7 +7,7 @@
       FileError(ValueError)       a saved model that is damaged, foreign, newer, or of another architecture
       StateError(RuntimeError)    a float state_dict for a quantized model
       GraphNotTaken(RuntimeError) with strict=True: a call that the captured graph does not cover
-      MissingTool(RuntimeError)   a program that a picture needs is not installed
+      MissingTool(RuntimeError)   a program or package that an output needs is not installed
     PassError(RuntimeError)       a broken invariant inside the compiler: a defect of inro_fx, please report it
 """
 
@@ -22,4 +22,4 @@ class FileError(InroError, ValueError):
 
 
 class MissingTool(InroError, RuntimeError):
-    """A program that this output needs is not installed; the message says how to get it."""
+    """A program or package that this output needs is not installed; the message says how to get it."""

@@ -134,6 +134,8 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
         return NotImplemented
     if not _is(source):
         source = Int8SymmetricTensor.from_float(source.t() if target.transposed else source)
+    if source.transposed != target.transposed:
+        source = Int8SymmetricTensor.from_float(source.dequantize().t() if target.transposed else source.dequantize())
     if source.codes.shape != target.codes.shape:
         raise ModelError(f"codes of {tuple(source.codes.shape)} do not fit {tuple(target.codes.shape)}")
     target.codes.copy_(source.codes)

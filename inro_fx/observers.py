@@ -2,7 +2,7 @@
 
 An observer is a module that passes its input on and remembers what it needs of it; ``range()`` gives the (low, high) that the
 quantized layer will use. Two observers of the same kind merge: the first half of the data seen by one and the second half by
-the other give what one gives that saw all of it, exactly.
+the other give what one gives that saw all of it (a moving average but for rounding).
 
     minmax           everything that was seen
     moving_average   an exponential average of the extremes of each batch
@@ -15,6 +15,7 @@ counts do not depend on the order of the data.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -45,13 +46,14 @@ class Observer(nn.Module):
     def __init__(self, axis: int | None = None):
         super().__init__()
         self.axis, self.path = axis, ""                 # ``path``: of the layer, for messages
+        self.watching = True
         for name, value in (("low", math.inf), ("high", -math.inf)):
             self.register_buffer(name, torch.tensor(value, dtype=torch.float32))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape, unchanged. Raises `InputError` for NaN and infinity."""
-        if x.numel():
+        if self.watching and x.numel():
             self.see(x.detach().float())
         return x
 
@@ -82,8 +84,8 @@ class Observer(nn.Module):
     def _range(self) -> tuple[Tensor, Tensor]:
         return self.low, self.high
 
-    def clipped(self) -> float | None:
-        """The share of what was seen that lies outside of `range`; None where it was not counted."""
+    def clipped(self, low: float, high: float) -> float | None:
+        """The share of what was seen that lies outside of low .. high; None where it was not counted."""
         return 0.0
 
     def merge(self, other: Observer) -> Observer:
@@ -125,7 +127,7 @@ class MovingAverageObserver(Observer):
         else:
             self.low, self.high = torch.lerp(self.low, low, self.averaging), torch.lerp(self.high, high, self.averaging)
 
-    def clipped(self) -> float | None:
+    def clipped(self, low: float, high: float) -> float | None:
         return None
 
     def _merge(self, other: MovingAverageObserver) -> None:
@@ -173,8 +175,7 @@ class _Counting(Observer):
 
     def _merge(self, other: _Counting) -> None:
         super()._merge(other)
-        theirs = type(other)()
-        theirs.load_state_dict(other.state_dict())
+        theirs = copy.deepcopy(other).to(self.counts.device)
         common = max(int(self.exponent), int(theirs.exponent))
         self._widen(common)
         theirs._widen(common)
@@ -183,10 +184,9 @@ class _Counting(Observer):
     def _centres(self) -> Tensor:
         return (torch.arange(BINS, dtype=torch.float64) - BINS / 2 + 0.5) / self._per_unit()
 
-    def clipped(self) -> float | None:
+    def clipped(self, low: float, high: float) -> float | None:
         if not int(self.count):
             return None
-        low, high = (float(v) for v in self.range())
         centres = self._centres()
         outside = self.counts.cpu()[(centres < low) | (centres > high)].sum()
         return float(outside) / float(self.counts.sum())
@@ -262,7 +262,6 @@ def all_reduce_observers(model: nn.Module, group: Any = None) -> None:
 
 
 def _from_state(like: Observer, state: Mapping[str, Tensor]) -> Observer:
-    import copy
     observer = copy.deepcopy(like).cpu()
     for name, value in state.items():
         setattr(observer, name, value.clone())

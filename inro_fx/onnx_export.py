@@ -26,6 +26,7 @@ from .ops.dequantize import dequantize
 from .ops.embedding import embedding
 from .ops.linear import linear
 from .ops.linear_dynamic import linear_dynamic
+from .ops.linear_static import linear_static
 from .passes.example import Example
 from .passes.module import PackedWeights
 
@@ -162,4 +163,14 @@ def _translations() -> dict[Any, Callable]:
         y = op.Mul(op.Mul(op.Cast(sums, to=FLOAT), step), op.Transpose(scale, perm=[1, 0]))
         y = y if bias is None else op.Add(y, op.Cast(bias, to=FLOAT))
         return op.CastLike(y, x)
-    return {dequantize: onnx_dequantize, linear_dynamic: onnx_linear_dynamic}
+
+    def onnx_linear_static(x: Any, codes: Any, scale: Any, sums: Any, input_scale: Any, input_zero: Any, bias: Any,
+                           columns: int) -> Any:
+        zero = op.Cast(input_zero, to=FLOAT)
+        rounded = op.Add(op.Round(op.Div(op.Cast(x, to=FLOAT), input_scale)), zero)
+        rounded = op.Clip(rounded, op.Constant(value_float=-127.0), op.Constant(value_float=127.0))
+        product = op.MatMulInteger(op.Cast(rounded, to=INT8), op.Transpose(codes, perm=[1, 0]))
+        exact = op.Sub(product, op.Mul(input_zero, op.Transpose(sums, perm=[1, 0])))
+        y = op.Mul(op.Mul(op.Cast(exact, to=FLOAT), input_scale), op.Transpose(scale, perm=[1, 0]))
+        return op.CastLike(y if bias is None else op.Add(y, op.Cast(bias, to=FLOAT)), x)
+    return {dequantize: onnx_dequantize, linear_dynamic: onnx_linear_dynamic, linear_static: onnx_linear_static}

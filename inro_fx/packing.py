@@ -22,7 +22,7 @@ from .passes.verify import verify
 from .schemes import Int8Static
 from .schemes.int8_rowwise_full import int8_rowwise_full
 
-__all__ = ["Packer", "install", "keep_codes", "settle_inputs", "take_codes", "takes_inputs"]
+__all__ = ["Packer", "install", "keep_codes", "nodes_of", "settle_inputs", "take_codes", "takes_inputs"]
 
 
 class Packer:
@@ -86,9 +86,13 @@ def keep_codes(session: Session, chosen: Plan, given: Mapping[str, object]) -> N
             chosen.decisions[name] = decide_again(session, chosen.decisions[name], int8_rowwise_full)
 
 
-def takes_inputs(session: Session, decision: Decision) -> bool:
+def nodes_of(session: Session) -> dict[tuple[str, str], fx.Node]:
+    """The nodes of all captured graphs, by path and name."""
+    return {(path, n.name): n for path, c in session.captures.items() for n in c.graph.nodes}
+
+
+def takes_inputs(nodes: Mapping[tuple[str, str], fx.Node], decision: Decision) -> bool:
     """Is the weight used by linears only, each on the right of an input that a graph knows?"""
-    nodes = {(path, n.name): n for path, c in session.captures.items() for n in c.graph.nodes}
     used = [(t, nodes.get((t.capture, t.node or ""))) for t in decision.targets]
     return len(decision.constant.shape) == 2 and all(n is not None and activation_of(n, t.use) is not None for t, n in used)
 
@@ -98,14 +102,16 @@ def settle_inputs(session: Session, chosen: Plan, observers: Mapping[str, Observ
 
     Raises `InputError` for a layer that the example reached and the calibration data did not.
     """
+    nodes = nodes_of(session)
     for name, decision in chosen.decisions.items():
         scheme = decision.scheme
         if not isinstance(scheme, Int8Static):
             continue
         unreached = {session.kind_of(t.capture) for t in decision.targets} <= {"unreached"}
-        if name in observers and takes_inputs(session, decision) and not unreached:
+        if name in observers and takes_inputs(nodes, decision) and not unreached:
             again = decide_again(session, decision, scheme.calibrated(observers[name]))
-            chosen.decisions[name] = dataclasses.replace(again, observer=scheme.observer, clipped=observers[name].clipped())
+            clipped = observers[name].clipped(*again.scheme.input_range())
+            chosen.decisions[name] = dataclasses.replace(again, observer=scheme.observer, clipped=clipped)
         else:
             chosen.decisions[name] = decide_again(session, decision, scheme.without_inputs())
 

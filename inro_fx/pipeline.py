@@ -53,7 +53,8 @@ class Options:
 
 
 def options_of(model: nn.Module, scheme: Any, overrides: Any, capture: str, inplace: bool = False, fold_batchnorm: bool = False,
-             strict: bool = False) -> Options:
+               strict: bool = False) -> Options:
+    """The options of a call, checked: `ModelError`, `InputError` and `SchemeError` say what is wrong."""
     default = find_scheme(scheme)
     check_model(model, inplace=inplace)
     if capture not in CAPTURES:
@@ -74,10 +75,13 @@ def apart(model: nn.Module, inplace: bool = False) -> Iterator[None]:
 
 
 def quantize_model(model: nn.Module, example: Example, batches: list[Example], options: Options,
-              observers: Mapping[str, Observer] | None = None, steps: Mapping[str, Any] | None = None) -> nn.Module:
+                   observers: Mapping[str, Observer] | None = None, steps: Mapping[str, Any] | None = None) -> nn.Module:
+    """The quantized form of ``model``; errors are measured on ``batches``. ``observers`` give the ranges of static layers, and
+    ``steps`` learned scales, by the weight's name."""
     float_bytes = stored_bytes(model)
     if options.inplace:
-        try_inputs(model.eval(), example, "example_inputs")          # before anything of the user's model is touched
+        model.eval()
+        try_inputs(model, example, "example_inputs")                 # before anything of the user's model is touched
     root = prepare(model) if options.inplace else clone(model)
     given = take_codes(root)
 
@@ -126,6 +130,7 @@ def quantize_model(model: nn.Module, example: Example, batches: list[Example], o
 
 
 def try_inputs(model: nn.Module, inputs: Example, name: str) -> None:
+    """Runs the model; `InputError` names the inputs that it does not run on."""
     try:
         run(model, inputs)
     except InroError:

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from .errors import InputError
 from .observers import Observer
-from .packing import takes_inputs
+from .packing import nodes_of, takes_inputs
 from .passes.constants import owner_of
 from .passes.example import Example
 from .passes.module import (
@@ -47,11 +48,13 @@ class Prepared:
 
 
 def prepare_calibration(model: nn.Module, example: Example, options: Options) -> nn.Module:
+    """A copy of the model whose graphs pass the inputs of static layers through observers."""
     root = clone(model)
     session, _ = capture_model(root, example, options.capture)
     options.overrides.see(root)
     chosen = plan(session, find_targets(session), options.default, options.overrides)
-    watched = {name: d for name, d in chosen.decisions.items() if isinstance(d.scheme, Int8Static) and takes_inputs(session, d)}
+    nodes = nodes_of(session)
+    watched = {name: d for name, d in chosen.decisions.items() if isinstance(d.scheme, Int8Static) and takes_inputs(nodes, d)}
     paths = {}
     for name, decision in watched.items():
         owner, leaf = owner_of(root, name)
@@ -70,6 +73,7 @@ def prepare_calibration(model: nn.Module, example: Example, options: Options) ->
 
 
 def prepare_training(model: nn.Module, example: Example, options: Options, learn: bool) -> nn.Module:
+    """A copy of the model whose weights, and the inputs of its linears, are rounded in forward."""
     root = clone(model)
     session, _ = capture_model(root, example, options.capture)
     options.overrides.see(root)
@@ -81,6 +85,8 @@ def prepare_training(model: nn.Module, example: Example, options: Options, learn
     record = Prepared(example, options.default, dict(options.overrides.entries), options.capture, {})
     for name, decision in chosen.decisions.items():
         owner, leaf = owner_of(root, name)
+        if owner._parameters.get(leaf) is None:              # a matrix in a buffer is rounded, but not trained
+            continue
         fake = FakeQuantizedWeight(decision.scheme, decision.layout, owner._parameters[leaf], learn)
         owner.add_module(free := _free_name(owner, f"{leaf}_fake_quantize"), fake)
         record.fakes[name] = f"{decision.constant.module}.{free}".lstrip(".")
@@ -89,7 +95,7 @@ def prepare_training(model: nn.Module, example: Example, options: Options, learn
         plain = user_class(owner).forward is nn.Linear.forward and len(decision.constant.names) == 1
         if plain and quantizes_input(decision.scheme):
             owner.add_module(free := _free_name(owner, "input_fake_quantize"), FakeQuantizedInput(decision.scheme))
-            owner.register_forward_pre_hook(InputHook(free))
+            owner.register_forward_pre_hook(InputHook(free), with_kwargs=True)
             if isinstance(decision.scheme, Int8Static):
                 record.observers[name] = f"{decision.constant.module}.{free}.observer".lstrip(".")
     root.__dict__["_inro_prepared"] = record
@@ -102,6 +108,7 @@ def _free_name(module: nn.Module, name: str) -> str:
 
 def converted(prepared: nn.Module, record: Prepared, batches: list[Example]) -> nn.Module:
     """The integer model of a prepared one, which becomes the float model again."""
+    _try_unseen(prepared, batches)                              # before anything that was learned is taken off
     observers: dict[str, Observer] = {}
     for name, path in record.observers.items():
         observer: Any = prepared.get_submodule(path)
@@ -116,6 +123,25 @@ def converted(prepared: nn.Module, record: Prepared, batches: list[Example]) -> 
     options = options_of(prepared, record.scheme, record.overrides, record.capture)
     with apart(prepared):
         return quantize_model(prepared, record.example, batches, options, observers, steps)
+
+
+def _try_unseen(prepared: nn.Module, batches: list[Example]) -> None:
+    """Runs the model on batches of which neither its observers nor its batch norms shall know."""
+    modes = [(m, m.training) for m in prepared.modules()]
+    observers = [m for m in prepared.modules() if isinstance(m, Observer)]
+    try:
+        for module, _ in modes:
+            module.training = False
+        for observer in observers:
+            observer.watching = False
+        with torch.no_grad():
+            for number, batch in enumerate(batches):
+                try_inputs(prepared, batch, f"batch {number} of calibration")
+    finally:
+        for observer in observers:
+            observer.watching = True
+        for module, mode in modes:
+            module.training = mode
 
 
 def _restore_float(prepared: nn.Module, record: Prepared) -> None:
@@ -144,7 +170,7 @@ def calibrated(model: nn.Module, example: Example, options: Options, calibration
                          f"example_inputs, or use int8_dynamic, which needs none")
     with apart(model):
         if options.fold_batchnorm or options.inplace:
-            raise InputError("a static scheme goes with neither fold_batchnorm nor inplace")
+            raise InputError("a static scheme goes with neither fold_batchnorm=True nor inplace=True: leave them out")
         prepared = prepare_calibration(model, example, options)
         kept: list[Example] = []
         total = len(calibration) if hasattr(calibration, "__len__") else None
@@ -155,7 +181,7 @@ def calibrated(model: nn.Module, example: Example, options: Options, calibration
                 kept += [inputs] if len(kept) < most else []
                 tick()
         if not kept:
-            raise InputError("calibration gives no inputs")
+            raise InputError("calibration gives no inputs: give at least one, like example_inputs")
         record = prepared.__dict__["_inro_prepared"]
         observers: dict[str, Any] = {name: prepared.get_submodule(path) for name, path in record.observers.items()}
         _restore_float(prepared, record)

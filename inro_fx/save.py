@@ -196,7 +196,9 @@ def _version() -> str:
 
 def load(path: str | os.PathLike[str], model: nn.Module | Callable[[], nn.Module], *,
          schemes: Sequence[Scheme] = ()) -> nn.Module:
-    """The quantized model in a file that `save` wrote, bit for bit, on the device of ``model`` (the CPU for the meta device).
+    """The quantized model in a file that `save` wrote, bit for bit.
+
+    It lies on the device of ``model``; on the CPU where that is the meta device, or where ``model`` is on several.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ from .observers import MovingAverageObserver
 from .passes.scheme import Layout, Scheme
 from .schemes import Int8Dynamic, Int8Static, Uniform
 
-__all__ = ["FakeQuantizedInput", "FakeQuantizedWeight", "round_input"]
+__all__ = ["FakeQuantizedInput", "FakeQuantizedWeight", "InputHook", "quantizes_input", "round_input"]
 
 
 class _Straight(torch.autograd.Function):
@@ -51,11 +51,10 @@ class FakeQuantizedWeight(nn.Module):
         if not learn:
             return
         if not isinstance(scheme, Uniform) or scheme.divisor is not None:
-            raise SchemeError(f"learn_scales needs a uniform scheme, not {scheme.name}")
-        matrix = layout.matrix(weight.detach()).float()
-        start = scheme.pack(matrix)["scale"] * scheme.quant_max                      # max|w| of each, for the shape
-        average = scheme.mean_of(matrix)
-        self.step = nn.Parameter(torch.where(average > 0, 2 * average / scheme.quant_max**0.5, start / scheme.quant_max))
+            raise SchemeError(f"learn_scales needs a uniform scheme, not {scheme.name}: train with learn_scales=False, or give the "
+                              f"layer another scheme")
+        average = scheme.mean_of(layout.matrix(weight.detach()).float())
+        self.step = nn.Parameter(torch.where(average > 0, 2 * average / scheme.quant_max**0.5, 1.0))
 
     def forward(self, weight: Tensor) -> Tensor:
         matrix = self.layout.matrix(weight)
@@ -92,6 +91,7 @@ class FakeQuantizedInput(nn.Module):
         self.observer = scheme.new_observer() if isinstance(scheme, Int8Static) else None
         if isinstance(self.observer, MovingAverageObserver):
             self.observer.averaging = 0.05
+        self._known = (-1, 1.0, 0)              # batches seen, input_scale, input_zero
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observer is None:
@@ -100,7 +100,10 @@ class FakeQuantizedInput(nn.Module):
             self.observer(x)
         if not int(self.observer.count):
             return x
-        scale, zero = self.scheme.calibrated(self.observer).input_parts()
+        seen = int(self.observer.count)
+        if seen != self._known[0] and (not self.training or seen < 8 or seen % 16 == 0 or self._known[0] < 0):
+            self._known = (seen, *self.scheme.calibrated(self.observer).input_parts())      # a search: not at every step
+        _, scale, zero = self._known
         codes = (x / scale).round() + zero
         inside = codes.abs() <= 127
         return _Straight.apply(x * inside, ((codes.clamp(-127, 127) - zero) * scale).detach().to(x.dtype))
@@ -121,8 +124,9 @@ class InputHook:
     def __init__(self, name: str):
         self.name = name
 
-    def __call__(self, module: nn.Module, args: tuple) -> tuple:
-        return (getattr(module, self.name)(args[0]), *args[1:])
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        round_ = getattr(module, self.name)
+        return ((round_(args[0]), *args[1:]), kwargs) if args else ((), {**kwargs, "input": round_(kwargs["input"])})
 
 
 def quantizes_input(scheme: Any) -> bool:

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Alias", "Constant", "alias_of_view", "find_constants", "owner_of", "storage_of"]
+__all__ = ["ABSENT", "Alias", "Constant", "alias_of_view", "find_constants", "owner_of", "storage_of"]
+
+
+ABSENT = object()          # what a lookup gives for what is not there, where None may be
 
 
 @dataclass(frozen=True)

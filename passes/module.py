@@ -6,6 +6,10 @@ that ``isinstance``, methods, properties and attributes stay. Its parts:
     GraphForward     forward() matches the call against the captured one and runs the graph; a call that the graph does
                      not cover runs the user's forward and is counted in ``calls``
     PackedWeights    ``module.weight`` is unpacked from its codes whenever Python asks for it
+    RecurrentWeights, FakeQuantizedWeights     the same for torch's recurrent modules, and in quantization-aware training
+
+Behind the user's class stands GraphView, which makes the module an fx.GraphModule. Rebased stands before classes that Python
+does not let be extended in place.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_unflatten
 
 from .call import Call, Slot, TensorLeaf, _equal, rebuild
+from .constants import ABSENT
 from .failures import GraphNotTaken, InroError, ModelError, StateError
 from .plain import GraphData
 from .trace import GuardFailed, guard
@@ -42,7 +47,6 @@ __all__ = ["Capture", "FakeQuantizedWeights", "GraphForward", "Packed", "PackedW
            "attach_packed", "detach_fakes", "detach_graph", "finish", "needs_rebasing", "rebased", "recurrent", "user_class",
            "without_global_hooks"]
 
-_ABSENT = object()
 _GLOBAL_HOOKS, _GLOBAL_PRE_HOOKS = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
 ERRORS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)     # of operators
 
@@ -247,14 +251,14 @@ class GraphForward(Part):
 
     def __setattr__(self, name: str, value: Any) -> None:
         state = self.__dict__
-        before = state.get(name, self._buffers.get(name, _ABSENT))
+        before = state.get(name, self._buffers.get(name, self._parameters.get(name, ABSENT)))
         super().__setattr__(name, value)
         if name in _TORCHS or name in self._modules or before is value:
             return
         if name in self._buffers or name in self._parameters:     # the graph reads what is there, but None was a fact
             changed = before is None or value is None
         else:
-            changed = name in _mentioned(user_class(self)) if before is _ABSENT else not _equal(before, value)
+            changed = name in _mentioned(user_class(self)) if before is ABSENT else not _equal(before, value)
         if changed:
             state["_inro_changed"] = f"self.{name} was changed"
 
@@ -549,7 +553,11 @@ def attach_graph(module: nn.Module, capture: Capture, strict: bool = False) -> N
 
 @dataclasses.dataclass(slots=True)
 class Inside:
-    """A module whose code a graph stands for, as it was when the graph was made."""
+    """A module whose code a graph stands for, as it was when the graph was made.
+
+    ``siblings`` is the dict of modules of its parent, ``state`` its attributes, ``hooks`` and ``children`` are how many it
+    had, ``nothing`` its parameters and buffers that were None, each with the dict that it is in.
+    """
 
     siblings: dict[str, Any]
     name: str
@@ -557,6 +565,7 @@ class Inside:
     state: dict[str, Any]
     hooks: int
     children: int
+    nothing: tuple[tuple[dict[str, Any], str], ...]
 
 
 def _hooks(module: nn.Module) -> int:
@@ -568,16 +577,24 @@ def _watch(module: nn.Module) -> None:
     called = {str(n.target) for n in module._inro_graph.nodes if n.op == "call_module"}
     inside, watched = [], {}
     for path, child in module.named_modules():
-        if any(path == c or path.startswith(c + ".") for c in called):
+        if path and any(part in called for part in _with_parents(path)):
             continue
         if path:
             parent, _, name = path.rpartition(".")
             state = {**vars(child), "training": False}
-            inside.append(Inside(module.get_submodule(parent)._modules, name, child, state, _hooks(child), len(child._modules)))
+            nothing = tuple((kind, n) for kind in (child._parameters, child._buffers) for n, t in kind.items() if t is None)
+            siblings = module.get_submodule(parent)._modules
+            inside.append(Inside(siblings, name, child, state, _hooks(child), len(child._modules), nothing))
         for name, value in vars(child).items():
             if name not in _TORCHS and not name.startswith("_inro") and (container := _container(value)) is not None:
                 watched[id(container)] = container, container.copy()
     module.__dict__.update(_inro_inside=inside, _inro_children=len(module._modules), _inro_watched=list(watched.values()))
+
+
+def _with_parents(path: str) -> list[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    pieces = path.split(".")
+    return [".".join(pieces[:i + 1]) for i in range(len(pieces))]
 
 
 def _container(value: Any) -> Any:
@@ -608,6 +625,9 @@ def _altered_below(module: nn.Module, lasting: bool) -> str | None:
             return f"modules of {inside.name} were added or removed"
         if len(now["_forward_hooks"]) + len(now["_forward_pre_hooks"]) + len(now["_backward_hooks"]) != inside.hooks:
             return f"hooks on {inside.name}"
+        for kind, name in inside.nothing:
+            if kind.get(name) is not None:
+                return f"{inside.name}.{name} was set"
         if not _is_same(now, inside.state) and (reason := _difference(inside, lasting)) is not None:
             return reason
     for container, before in module._inro_watched:
@@ -631,7 +651,7 @@ def _difference(inside: Inside, lasting: bool) -> str | None:
     if now["training"] and not lasting:
         return "training mode"
     for name in {**inside.state, **now}:
-        a, b = now.get(name, _ABSENT), inside.state.get(name, _ABSENT)
+        a, b = now.get(name, ABSENT), inside.state.get(name, ABSENT)
         if a is not b and not name.startswith("_inro") and name not in _TORCHS and not _is_same(a, b):
             return f"{inside.name}.{name} was changed"
     return None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .constants import storage_of
+from .constants import ABSENT, storage_of
 from .example import Example, run
 from .failures import InputError, ModelError
 from .module import needs_rebasing, rebased, recurrent, user_class
@@ -38,10 +38,11 @@ def clone(model: nn.Module) -> nn.Module:
     try:
         return prepare(_copied(model, dict(memo)))
     except Exception:
+        known = {**memo, **{id(m): m for m in model.modules()}}
         for module in model.modules():
             for value in _attributes(module).values():
                 try:
-                    copy.deepcopy(value, {**memo, **{id(m): m for m in model.modules()}})
+                    copy.deepcopy(value, dict(known))
                 except Exception:
                     memo[id(value)] = value
     try:
@@ -173,12 +174,12 @@ class ModuleState:
         for path, module, before in self.saved:
             now = _attributes(module)
             for name in {**before, **now}:
-                pristine = before[name][1] if name in before else _ABSENT
-                if pristine is not _UNKNOWN and not _alike(now.get(name, _ABSENT), pristine, seen):
+                pristine = before[name][1] if name in before else ABSENT
+                if pristine is not _UNKNOWN and not _alike(now.get(name, ABSENT), pristine, seen):
                     yield path, module, name
         for path, module, buffers in self.buffers:
             for name in {**buffers, **module._buffers}:
-                if module._buffers.get(name, _ABSENT) is not buffers.get(name, _ABSENT):
+                if module._buffers.get(name, ABSENT) is not buffers.get(name, ABSENT):
                     yield path, module, name
 
     def restore(self) -> None:
@@ -191,12 +192,11 @@ class ModuleState:
                 value, pristine = saved[id(module)][name]
                 vars(module)[name] = _put_back(value, pristine, memo)
         for _, module, buffers in self.buffers:
-            if any(module._buffers.get(n, _ABSENT) is not buffers.get(n, _ABSENT) for n in {**buffers, **module._buffers}):
+            if any(module._buffers.get(n, ABSENT) is not buffers.get(n, ABSENT) for n in {**buffers, **module._buffers}):
                 module._buffers.clear()
                 module._buffers.update(buffers)
 
 
-_ABSENT = object()
 _UNKNOWN = object()        # the pristine form of what cannot be copied
 
 
@@ -204,7 +204,7 @@ def _pristine(value: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
     except Exception:
-        return value if isinstance(value, torch.Generator) else _UNKNOWN
+        return _UNKNOWN
 
 
 def _put_back(value: Any, pristine: Any, memo: dict[int, Any]) -> Any:
@@ -222,7 +222,7 @@ def _put_back(value: Any, pristine: Any, memo: dict[int, Any]) -> Any:
     elif type(getattr(value, "__dict__", None)) is dict and not callable(value) and not isinstance(value, Tensor):
         vars(value).clear()
         vars(value).update(vars(fresh))
-        return value if type(value).__getstate__ is object.__getstate__ and not isinstance(value, (list, dict, set)) else fresh
+        return fresh if isinstance(value, (list, dict, set)) else value
     else:
         return fresh
     return value

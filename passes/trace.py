@@ -34,7 +34,7 @@ from torch.fx.proxy import Scope, TracerBase
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_map
 
-from .constants import Alias, Constant, alias_of_view, storage_of
+from .constants import ABSENT, Alias, Constant, alias_of_view, storage_of
 from .decompose import DECOMPOSITIONS
 
 __all__ = ["Applied", "ExampleProxy", "GuardFailed", "Retrace", "TraceError", "Tracer", "active", "frame", "guard", "is_mutating",
@@ -139,13 +139,10 @@ def _patch_setattr(original: Callable) -> Callable:
     @functools.wraps(original)
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         frame = active()
-        if isinstance(frame, Tracer) and not _same(self.__dict__.get(name, _ABSENT), value):
+        if isinstance(frame, Tracer) and not _same(self.__dict__.get(name, ABSENT), value):
             raise TraceError(f"writes self.{name} in forward")
         original(self, name, value)
     return __setattr__
-
-
-_ABSENT = object()
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -88,7 +88,7 @@ def test_a_few_outliers_are_clipped_and_counted():
     for kind in OBSERVERS:
         observer = OBSERVERS[kind]()
         observer(x)
-        by_kind[kind] = float(observer.range()[1]), observer.clipped()
+        by_kind[kind] = float(observer.range()[1]), observer.clipped(*map(float, observer.range()))
     assert by_kind["minmax"] == (1000.0, 0.0)
     assert by_kind["percentile"][0] < 10
     assert 0 < by_kind["percentile"][1] < 0.001

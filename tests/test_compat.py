@@ -155,6 +155,14 @@ def test_operators_keep_the_codes_where_they_can():
     assert relative(plain.sum(0).expand(3, 32), x.grad) < 1e-3
 
 
+def test_copying_into_a_transposed_one():
+    a, b = Int8SymmetricTensor.from_float(torch.randn(8, 8)), Int8SymmetricTensor.from_float(torch.randn(8, 8))
+    b.t().copy_(a)
+    assert relative(a.dequantize(), b.t().dequantize()) < 0.02
+    b.copy_(a)
+    assert torch.equal(a.dequantize(), b.dequantize())
+
+
 def test_state_dicts_and_copies():
     _, swapped, x = pair()
     file = io.BytesIO()

@@ -167,6 +167,46 @@ def test_one_huge_activation_does_not_cost_the_others(rows, ratio):
     assert ((small(x) - want).norm(dim=1) / want.norm(dim=1)).max() < 0.01
 
 
+def test_huge_outliers_and_sparse_rows():
+    """The largest of outliers does not hide the others, and rows with few nonzeros are not taken for outliers."""
+    codes = torch.ones(2, 64, dtype=torch.int8)
+    codes[:, 0] = 0
+    for size in (1e6, 1e8, 1e12, 1e30):
+        x = torch.ones(1, 64)
+        x[0, 0] = size
+        if best_level() >= 0:
+            assert torch.equal(linear_int8(x, codes, torch.ones(2, 1), None, 2), torch.full((1, 2), 63.0))
+    sparse = torch.zeros(1, 4096)
+    sparse[0, ::400] = 3.0
+    small, calls = inro_fx.quantize_graph(torch.nn.Linear(4096, 8), torch.randn(2, 4096)), []
+    from inro_fx.kernels import int8
+    original = int8._mend_wide_rows
+    int8._mend_wide_rows = lambda *a: calls.append(a)
+    try:
+        small(sparse)
+        assert calls == []
+    finally:
+        int8._mend_wide_rows = original
+
+
+def test_outliers_under_autocast():
+    x = torch.ones(2, 64)
+    x[0, 0] = 1e9
+    small = inro_fx.quantize_graph(torch.nn.Linear(64, 8), torch.randn(2, 64))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.ops.inro_fx.linear(x, small.weight_codes, small.weight_scale, small.bias, 8, 0, 64)
+
+
+@pytest.mark.parametrize("wrong", [dict(codes=torch.ones(4, 3, dtype=torch.int8)), dict(codes=torch.ones(4, 8)), dict(scale=torch.ones(3, 1)), dict(scale=torch.ones(4, 1).double()),
+                                   dict(bias=torch.ones(2))], ids=range(5))
+def test_the_kernels_read_nothing_that_is_not_there(wrong):
+    right = dict(codes=torch.ones(4, 8, dtype=torch.int8), scale=torch.ones(4, 1), bias=torch.ones(4)) | wrong
+    if best_level() >= 0:
+        for op, rest in ((torch.ops.inro_fx.linear, (8, 0, 8)), (torch.ops.inro_fx.linear_dynamic, (8,))):
+            with pytest.raises(RuntimeError):
+                op(torch.ones(2, 8), right["codes"], right["scale"], right["bias"], *rest)
+
+
 def test_the_table_of_choices_is_total():
     assert len(LEVELS) == 3
     for op in {c.op for c in CHOICES}:

@@ -233,6 +233,17 @@ def test_changes_below_are_honoured_also_by_copies_compiled_and_exported(name):
     torch.testing.assert_close(torch.export.export(small, (x,)).module()(x), want)
 
 
+def test_a_bias_that_is_given_later_is_honoured():
+    x = torch.randn(3, 16)
+    for where in ("inside", "itself"):
+        small = inro_fx.quantize_graph(nn.Sequential(linear(bias=False), nn.ReLU()) if where == "inside" else linear(bias=False), x)
+        layer = small[0] if where == "inside" else small
+        before = small(x)
+        layer.bias = nn.Parameter(torch.full((16,), 100.0))
+        assert not torch.equal(small(x), before)
+        assert (layer(x) > 50).all()
+
+
 class Config:
     def __init__(self):
         self.k, self.more = 2.0, {"z": 1}

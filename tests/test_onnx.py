@@ -4,7 +4,7 @@ import collections
 
 import pytest
 import torch
-from models import MODELS, example, first, relative
+from models import MODELS, example, first, quantize, relative
 from torch import nn
 
 import inro_fx
@@ -13,7 +13,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 runtime = pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.filterwarnings("ignore")
-SCHEMES = {"int8": "DequantizeLinear", "int8_tensor": "DequantizeLinear", "int8_dynamic": None, "int4": None}
+SCHEMES = {"int8": "DequantizeLinear", "int8_tensor": "DequantizeLinear", "int8_dynamic": None, "int8_static": None, "int4": None}
 NOT_IN_ONNX = {"sliced": "only 4D query", "value_branch": "data-dependent"}       # neither are the float models
 
 
@@ -29,7 +29,7 @@ def run(file, args):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_same_numbers_in_onnx_runtime(name, scheme, tmp_path):
     model, inputs = MODELS[name]()
-    small = inro_fx.quantize_graph(model, inputs, scheme)
+    small = quantize(model, inputs, scheme)
     file = inro_fx.export_onnx(small, inputs, tmp_path / "m.onnx")
     args, _ = example(inputs)
     for grown in (args, tuple(torch.cat([a, a]) for a in args)):

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from models import MODELS, Tied, relative
+from test_capture import net
 from torch import nn
 
 import inro_fx
@@ -105,8 +106,29 @@ def test_tied_weights_train_as_one():
     assert "head.weight_codes" not in small.state_dict()
 
 
+def test_weights_in_buffers_and_keyword_arguments():
+    model = net(lambda self, x: self.fc(input=x) @ self.w, fc=nn.Linear(16, 16))
+    model.register_buffer("w", torch.randn(16, 8))
+    x = torch.randn(3, 16)
+    prepared = inro_fx.prepare_graph(model, x, "int8_dynamic", qat=True)
+    prepared(x).sum().backward()
+    assert relative(model(x), inro_fx.convert_graph(prepared)(x)) < 0.05
+
+
+def test_a_conversion_that_fails_loses_nothing():
+    model, x = MODELS["mlp"]()
+    prepared = inro_fx.prepare_graph(model, x, inro_fx.uniform(3), qat=True, learn_scales=True)
+    want = prepared(x)
+    with pytest.raises(inro_fx.InputError, match="batch 0 of calibration"):
+        inro_fx.convert_graph(prepared, calibration=[torch.randn(2, 3)])
+    assert torch.equal(prepared(x), want)
+    assert relative(want, inro_fx.convert_graph(prepared)(x)) < 1e-3
+
+
 def test_wrong_requests():
     model, x = MODELS["mlp"]()
+    with pytest.raises(inro_fx.InputError, match="add qat=True"):
+        inro_fx.prepare_graph(model, x, "int8", learn_scales=True)
     with pytest.raises(inro_fx.SchemeError, match="learn_scales needs a uniform scheme, not int8_rowwise_full"):
         inro_fx.prepare_graph(model, x, "int8_rowwise_full", qat=True, learn_scales=True)
     prepared = inro_fx.prepare_graph(model, x, "int8", qat=True)

@@ -38,9 +38,10 @@
 
 enum { PORTABLE = 0, AVX2 = 1, VNNI = 2 };
 enum { STEP = 64, MR = 6, NR = 4, CHUNK = 192, MANY = 12, MANY_AVX2 = 6 };
-#define OUTLIER 350.0f                                /* one number against the mean of the others: the rest keeps about 0.5 % */
 /* bytes of a step along `in`; block of results; rows of x at a time; rows of integers from which transposing pays */
 enum { BLOCKS = NR, PANELS_AVX2 = 16, PANELS_VNNI = 32 };       /* how results are computed, by the columns that go together */
+
+#define OUTLIER 350.0                                 /* one number against the mean of the others: they keep about 0.5 % */
 
 static int in_child = 0;                              /* OpenMP's threads do not survive a fork: the child works alone */
 static void after_fork(void) { in_child = 1; }
@@ -108,16 +109,31 @@ static void quantize_row(const float *x, int64_t n, int64_t padded, int levels, 
 }
 
 /* Is one number of the row so much larger than the others that two levels lose them? */
-static int is_wide(float largest, float total, int64_t n) { return largest * (float)(n - 1) > OUTLIER * (total - largest) && total > largest; }
+static int is_wide(const float *x, int64_t n, float largest, double total, int64_t nonzero) {
+    double rest = total - largest;
+    if (nonzero > 1 && rest < 1e-6 * largest) {        /* the difference has lost the others: add them up alone */
+        int seen = 0;
+        rest = 0.0;
+        for (int64_t i = 0; i < n; i++) {
+            const float a = fabsf(x[i]);
+            if (a < largest || seen) rest += a;
+            else seen = 1;
+        }
+    }
+    return nonzero > 1 && rest > 0.0 && largest * (double)(nonzero - 1) > OUTLIER * rest;
+}
 
 static int wide_row(const float *x, int64_t n) {
-    float largest = 0.0f, total = 0.0f;
+    float largest = 0.0f;
+    double total = 0.0;
+    int64_t nonzero = 0;
     for (int64_t i = 0; i < n; i++) {
         const float a = fabsf(x[i]);
         largest = a > largest ? a : largest;
         total += a;
+        nonzero += a > 0.0f;
     }
-    return is_wide(largest, total, n);
+    return is_wide(x, n, largest, total, nonzero);
 }
 
 /* One level with a given scale and zero point; a row that holds NaN or infinity gets the scale NaN. */
@@ -150,27 +166,31 @@ static void quantize_fixed_avx2(const float *x, int64_t n, int64_t padded, float
 
 __attribute__((target("avx2")))
 static int wide_row_avx2(const float *x, int64_t n) {
-    __m256 top = _mm256_setzero_ps(), sum = top;
+    __m256 top = _mm256_setzero_ps();
+    __m256d sum = _mm256_setzero_pd();
+    int64_t nonzero = 0;
     const __m256 clear_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
         const __m256 a = _mm256_and_ps(_mm256_loadu_ps(x + i), clear_sign);
         top = _mm256_max_ps(top, a);
-        sum = _mm256_add_ps(sum, a);
+        sum = _mm256_add_pd(sum, _mm256_cvtps_pd(_mm256_castps256_ps128(a)));
+        sum = _mm256_add_pd(sum, _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)));
+        nonzero += __builtin_popcount((unsigned)_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GT_OQ)));
     }
-    float tops[8], sums[8], largest = 0.0f, total = 0.0f;
+    float tops[8], largest = 0.0f;
+    double sums[4], total = 0.0;
     _mm256_storeu_ps(tops, top);
-    _mm256_storeu_ps(sums, sum);
-    for (int j = 0; j < 8; j++) {
-        largest = tops[j] > largest ? tops[j] : largest;
-        total += sums[j];
-    }
+    _mm256_storeu_pd(sums, sum);
+    for (int j = 0; j < 8; j++) largest = tops[j] > largest ? tops[j] : largest;
+    for (int j = 0; j < 4; j++) total += sums[j];
     for (; i < n; i++) {
         const float a = fabsf(x[i]);
         largest = a > largest ? a : largest;
         total += a;
+        nonzero += a > 0.0f;
     }
-    return is_wide(largest, total, n);
+    return is_wide(x, n, largest, total, nonzero);
 }
 
 /* max |x|, and whether all of it is finite. */
@@ -652,8 +672,8 @@ static int quantize_rows(const job *j, int64_t start, int64_t first, int64_t las
             j->quantize_fixed(x, j->in, j->padded, *j->fixed, (float)*j->zero, bytes, to->scale + r, to->sums + r);
             if (way == PANELS_AVX2)
                 for (int64_t i = 0; i < j->padded; i++) {
-                    const int16_t wide = bytes[i];
-                    memcpy(q + 2 * i, &wide, 2);
+                    const int16_t both = bytes[i];
+                    memcpy(q + 2 * i, &both, 2);
                 }
             continue;
         }

@@ -71,6 +71,9 @@ def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, le
 
 def _mend_wide_rows(y: Tensor, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
     """Computes the rows with outliers again, with float activations (generously: a few more rows do no harm)."""
-    largest = x.abs().amax(1)
-    wide = largest * (x.shape[1] - 1) > 0.99 * OUTLIER * (x.abs().sum(1) - largest)
-    y[wide] = torch.nn.functional.linear(x[wide], codes.float() * scale, bias)
+    with torch.autocast("cpu", enabled=False):
+        size = x.abs().double()
+        largest, place = size.max(1, keepdim=True)
+        others = size.scatter(1, place, 0.0)
+        wide = largest[:, 0] * (others > 0).sum(1) > 0.99 * OUTLIER * others.sum(1)
+        y[wide] = torch.nn.functional.linear(x[wide], codes.float() * scale, bias)

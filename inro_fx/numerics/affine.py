@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["codes_of", "scale_of", "unscale"]
+__all__ = ["codes_of", "expand", "grouped", "scale_of", "unscale"]
 
 _TINY = torch.finfo(torch.float32).tiny
 

@@ -3,7 +3,7 @@
     x_codes = clamp(round(x / input_scale) + input_zero, -127, 127)
     y       = (x_codes @ codes.T - input_zero * sums) * input_scale * scale + bias
 
-``sums`` int32 [out, 1] are the codes of each row added up: the zero point leaves the product exactly. input_scale float32 and
+``sums`` int32 [out, 1] are the codes of each row added up: with them the zero point leaves the product. input_scale float32 and
 input_zero int32 are [1, 1]. A row of x that holds NaN or infinity gives NaN. The gradient is that of the linear with dequantized
 weights where x lies inside the range, and zero outside.
 """

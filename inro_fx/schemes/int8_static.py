@@ -50,12 +50,14 @@ class Int8Static(Uniform):
         """The scheme for weights whose activations stay float."""
         return Uniform("int8", 127)
 
+    def input_range(self) -> tuple[float, float]:
+        """(low, high) of the inputs that the codes reach."""
+        low, high = self.low_input or 0.0, self.high_input or 0.0
+        return (-max(-low, high), max(-low, high)) if self.symmetric else (low, high)
+
     def input_parts(self) -> tuple[float, int]:
         """(input_scale, input_zero) of the calibrated range."""
-        low, high = self.low_input or 0.0, self.high_input or 0.0
-        if self.symmetric:
-            high = max(-low, high)
-            low = -high
+        low, high = self.input_range()
         scale = float(torch.tensor((high - low) / 254, dtype=torch.float32))
         if scale < torch.finfo(torch.float32).tiny:
             return 1.0, 0
