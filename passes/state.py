@@ -244,6 +244,8 @@ def _alike(now: Any, then: Any, seen: set[tuple[int, int]]) -> bool:
     if isinstance(now, dict):
         if list(now) != list(then) or not all(_alike(now[k], then[k], seen) for k in now):
             return False
+    elif isinstance(now, (set, frozenset)):
+        return now == then
     elif isinstance(now, (list, tuple, collections.deque)):
         if len(now) != len(then) or not all(_alike(a, b, seen) for a, b in zip(now, then, strict=True)):
             return False
