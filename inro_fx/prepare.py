@@ -47,8 +47,8 @@ class Prepared:
     fakes: dict[str, str] = dataclasses.field(default_factory=dict)         # weight -> path of what rounds it in training
 
 
-def prepare_calibration(model: nn.Module, example: Example, options: Options) -> nn.Module:
-    """A copy of the model whose graphs pass the inputs of static layers through observers."""
+def prepare_calibration(model: nn.Module, example: Example, options: Options, shared: bool = False) -> nn.Module:
+    """A copy of the model whose graphs pass the inputs of static layers through observers; ``shared``: with the model's tensors."""
     root = clone(model)
     session, _ = capture_model(root, example, options.capture)
     options.overrides.see(root)
@@ -67,7 +67,8 @@ def prepare_calibration(model: nn.Module, example: Example, options: Options) ->
         captured.graph = observe(captured.graph, paths, path)
         verify(captured.graph, root.get_submodule(path), {}, after="observe")
         attach_graph(root.get_submodule(path), captured)
-    make_independent(root)
+    if not shared:
+        make_independent(root)
     root.__dict__["_inro_prepared"] = Prepared(example, options.default, dict(options.overrides.entries), options.capture, paths)
     return root
 
@@ -171,7 +172,7 @@ def calibrated(model: nn.Module, example: Example, options: Options, calibration
     with apart(model):
         if options.fold_batchnorm or options.inplace:
             raise InputError("a static scheme goes with neither fold_batchnorm=True nor inplace=True: leave them out")
-        prepared = prepare_calibration(model, example, options)
+        prepared = prepare_calibration(model, example, options, shared=True)
         kept: list[Example] = []
         total = len(calibration) if hasattr(calibration, "__len__") else None
         with progress_bar(total, "calibrating") as tick:
