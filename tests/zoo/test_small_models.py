@@ -132,7 +132,8 @@ class Sine(nn.Module):
         return torch.sin(30 * self.linear(x))
 
 
-def test_siren(show):
+def picture_network():
+    """(a SIREN trained on a picture, the grid, the picture, function that trains a network some more)."""
     data, transform = pytest.importorskip("skimage.data"), pytest.importorskip("skimage.transform")
     torch.manual_seed(0)
     picture = transform.resize(data.astronaut(), (128, 128), anti_aliasing=True)
@@ -141,19 +142,44 @@ def test_siren(show):
     grid = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)
     hidden = (6 / 128) ** 0.5 / 30
     model = nn.Sequential(Sine(2, 128, 0.5), *[Sine(128, 128, hidden) for _ in range(3)], nn.Linear(128, 3))
-    optimizer = torch.optim.Adam(model.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=600)
-    with torch.enable_grad():
-        for _ in range(600):
-            chosen = torch.randint(0, len(grid), (4096,))
-            loss = ((model(grid[chosen]) - y[chosen]) ** 2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
+
+    def train(network, steps, rate):
+        optimizer = torch.optim.Adam(network.parameters())
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
+        with torch.enable_grad():
+            for _ in range(steps):
+                chosen = torch.randint(0, len(grid), (4096,))
+                loss = ((network(grid[chosen]) - y[chosen]) ** 2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+        return network
+    return train(model, 600, 2e-3), grid, y, train
+
+
+def psnr_of(model, grid, y):
+    return (10 * torch.log10(4 / ((model(grid) - y) ** 2).mean())).item()
+
+
+def test_siren_trained_at_four_bits(show):
+    model, grid, y, train = picture_network()
+    found = {"float": psnr_of(model, grid, y)}
+    scheme = inro_fx.uniform(7)
+    found["rounded"] = psnr_of(inro_fx.quantize_graph(model, grid[:256], scheme), grid, y)
+    for learn in (False, True):
+        prepared = train(inro_fx.prepare_graph(model, grid[:256], scheme, qat=True, learn_scales=learn).train(), 400, 5e-4)
+        found["learned scales" if learn else "trained"] = psnr_of(inro_fx.convert_graph(prepared.eval()), grid, y)
+    show(**found)
+    error = {name: 10 ** (-db / 10) for name, db in found.items()}                       # mean squared, of the picture
+    assert error["trained"] - error["float"] < 0.25 * (error["rounded"] - error["float"])
+
+
+def test_siren(show):
+    model, grid, y, _ = picture_network()
 
     def psnr(m):
-        return (10 * torch.log10(4 / ((m(grid) - y) ** 2).mean())).item()
+        return psnr_of(m, grid, y)
     before = psnr(model)
     numbers = {s: psnr(inro_fx.quantize_graph(model, grid[:256], s)) for s in ("int8", "int8_tensor", "int8_dynamic", "int4")}
     show(psnr_float=before, **numbers)
