@@ -30,7 +30,7 @@ from .passes.targets import Plan, Target
 
 __all__ = ["Report", "Row", "Skipped", "report"]
 
-WIDTH = 118                # columns of the printed table
+WIDTH = 120                # columns of the printed table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +228,8 @@ class Report:
                 columns = [c for c in columns if c[0] not in ("inputs", "clipped")]
             if len({r.scheme for r in self.rows}) == 1:
                 columns = [c for c in columns if c[0] != "scheme"]           # the totals name it
-            used = sum(2 + max(map(len, [*head.split("\n"), *cells])) for head, _, cells in columns)
+            # tabulate puts two spaces between columns, and gives a header two of its own
+            used = sum(2 + max(*(len(h) + 2 for h in head.split("\n")), *map(len, cells)) for head, _, cells in columns)
             columns.insert(0, ("layer", "left", _shortened([r.layer for r in self.rows], max(12, WIDTH - used))))
             sections.append(tabulate(list(zip(*[c[2] for c in columns], strict=True)), [c[0] for c in columns], tablefmt=style,
                                      disable_numparse=True, colalign=[c[1] for c in columns]))
