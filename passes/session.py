@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from .call import Call, Slot, rebuild, strip
 from .carriers import observed_use
 from .constants import Alias, Constant, alias_of_view, find_constants, storage_of
-from .example import compare
 from .module import Capture, user_class
 from .state import ModuleState
 from .trace import ExampleProxy, Retrace, TraceError, Tracer, active, frame, module_call, patches
@@ -195,8 +194,8 @@ class Session:
                     raise TraceError("catches an exception that an operator raised")
                 self._refuse_leaks(module)
                 example = _example_of(result)
-                if drew and _depends_on_random_numbers(forward or module.forward, args, kwargs, example):
-                    raise TraceError("depends on random numbers from outside of torch")
+                if drew:
+                    raise TraceError("draws random numbers outside of torch")
                 self.captures[path] = _finish(tracer, call, kind, result)
                 return example, True
             except Retrace as again:
@@ -232,20 +231,6 @@ def _random_state() -> tuple:
     numpy = sys.modules.get("numpy")
     kind, keys, position, *_ = ("", b"", 0) if numpy is None else numpy.random.get_state()
     return random.getstate(), kind, bytes(keys), position
-
-
-def _depends_on_random_numbers(forward: Callable, args: tuple, kwargs: dict, example: Any) -> bool:
-    """Does code that drew from Python's or numpy's generator give another result with other numbers? (Few use what they draw.)"""
-    for seed in range(8):
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed)
-        torch.manual_seed(0)
-        copied = tree_map(lambda x: x.detach().clone() if type(x) is Tensor else x, (args, kwargs))
-        with frame(None), torch.no_grad():
-            if compare(example, forward(*copied[0], **copied[1])) is not None:
-                return True
-    return False
 
 
 def _has_foreign_hooks(module: nn.Module) -> bool:
