@@ -75,10 +75,14 @@ class Observer(nn.Module):
     def _take(self, low: Tensor, high: Tensor) -> None:
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
 
-    def range(self) -> tuple[Tensor, Tensor]:
-        """(low, high) that quantization shall cover. Raises `InputError` where no data was seen."""
+    def need_data(self) -> None:
+        """Raises `InputError` where no data was seen."""
         if not int(self.count):
             raise InputError(f"{self.path or 'the observer'}: no calibration data reached this layer")
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """(low, high) that quantization shall cover. Raises `InputError` where no data was seen."""
+        self.need_data()
         return self._range()
 
     def _range(self) -> tuple[Tensor, Tensor]:

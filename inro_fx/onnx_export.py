@@ -41,7 +41,7 @@ def export_onnx(model: nn.Module, example_inputs: Any, path: str | os.PathLike[s
     """Writes a quantized model to an ONNX file (opset 21); returns its path.
 
     ``example_inputs`` as for `quantize_graph`; every dimension stays dynamic that ``torch.export`` can keep so. Needs the
-    package onnxscript (``pip install inro_fx[onnx]``).
+    packages onnx and onnxscript (``pip install onnx onnxscript``).
 
     Raises `MissingTool` without onnxscript, and `ModelError` for a model that was not quantized, that ``torch.export`` or
     the ONNX exporter does not take (the message says why), or that is larger than one ONNX file can be (2 GiB).
@@ -51,7 +51,7 @@ def export_onnx(model: nn.Module, example_inputs: Any, path: str | os.PathLike[s
         raise ModelError(f"this {type(model).__name__} has no quantized weights: export float models with torch.onnx.export")
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingTool(f"export_onnx needs {' and '.join(missing)}: pip install inro_fx[onnx]")
+        raise MissingTool(f"export_onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     args, kwargs = Example.of(example_inputs).fresh()
     logger = logging.getLogger("torch.onnx")
     level = logger.level

@@ -13,7 +13,7 @@ from .numerics import entropy, weight_error
 from .observers import Observer
 from .passes.constants import owner_of
 from .passes.fuse import fuse
-from .passes.module import Packed, attach_graph, attach_packed, finish
+from .passes.module import Capture, Packed, attach_graph, attach_packed, finish
 from .passes.observe import activation_of
 from .passes.quantize import quantize
 from .passes.session import Session
@@ -22,7 +22,7 @@ from .passes.verify import verify
 from .schemes import Int8Static
 from .schemes.int8_rowwise_full import int8_rowwise_full
 
-__all__ = ["Packer", "install", "keep_codes", "nodes_of", "settle_inputs", "take_codes", "takes_inputs"]
+__all__ = ["Packer", "install", "keep_codes", "nodes_of", "rewritten", "settle_inputs", "take_codes", "takes_inputs"]
 
 
 class Packer:
@@ -116,6 +116,16 @@ def settle_inputs(session: Session, chosen: Plan, observers: Mapping[str, Observ
             chosen.decisions[name] = decide_again(session, decision, scheme.without_inputs())
 
 
+def rewritten(session: Session, captured: Capture, path: str, chosen: Plan) -> fx.Graph:
+    """The graph of the module at ``path`` with its weights as codes, verified after each pass."""
+    module = session.root.get_submodule(path)
+    graph = quantize(captured.graph, chosen.decisions, path)
+    verify(graph, module, chosen.decisions, after="quantize")
+    graph = fuse(graph, chosen.decisions)
+    verify(graph, module, chosen.decisions, after="fuse")
+    return graph
+
+
 def install(session: Session, chosen: Plan, graphs: Mapping[str, fx.Graph], parts: Mapping[str, Mapping[str, Tensor]],
             strict: bool) -> None:
     """Puts parts in the place of the float weights, and the quantized graphs in the place of the float ones."""
@@ -133,15 +143,8 @@ def install(session: Session, chosen: Plan, graphs: Mapping[str, fx.Graph], part
             attach_packed(owner, leaf, Packed(decision.scheme, buffers, decision.layout, decision.constant.dtype),
                           holder, decision.buffers)
     for path, captured in {**session.layers, **session.captures}.items():
-        module = root.get_submodule(path)
-        if path in session.captures:
-            captured.graph = graphs[path]
-        else:
-            quantized = quantize(captured.graph, chosen.decisions, path)
-            verify(quantized, module, chosen.decisions, after="quantize")
-            captured.graph = fuse(quantized, chosen.decisions)
-            verify(captured.graph, module, chosen.decisions, after="fuse")
-        attach_graph(module, captured, strict)
+        captured.graph = graphs[path] if path in session.captures else rewritten(session, captured, path, chosen)
+        attach_graph(root.get_submodule(path), captured, strict)
     session.state.see_buffers()
     finish(root)
     session.forget_tensors()

@@ -13,19 +13,16 @@ from torch import nn
 from .checks import check_model
 from .errors import InputError, InroError, ModelError, SchemeError
 from .observers import Observer
-from .packing import Packer, install, keep_codes, settle_inputs, take_codes
+from .packing import Packer, install, keep_codes, rewritten, settle_inputs, take_codes
 from .passes.capture import capture as capture_graphs
 from .passes.example import Example, compare, kept_random_state, run, tensors_in
 from .passes.fold_batchnorm import fold_batchnorm as fold_batchnorm_pass
-from .passes.fuse import fuse
 from .passes.measure import run_float, run_quantized
 from .passes.module import PackedWeights, detach_graph, without_global_hooks
-from .passes.quantize import quantize
 from .passes.scheme import Scheme
 from .passes.session import Session
 from .passes.state import clone, make_independent, prepare, put_state
 from .passes.targets import Overrides, find_targets, plan
-from .passes.verify import verify
 from .progress import progress_bar
 from .report import make_record, stored_bytes
 from .schemes import Int8Static, find_scheme
@@ -97,11 +94,7 @@ def quantize_model(model: nn.Module, example: Example, batches: list[Example], o
     keep_codes(session, chosen, given)
     decided = [t for t in targets if t.use.constant in chosen.decisions]
 
-    graphs = {path: quantize(c.graph, chosen.decisions, path) for path, c in session.captures.items()}
-    for path, graph in graphs.items():
-        verify(graph, root.get_submodule(path), chosen.decisions, after="quantize")
-        verify(fuse(graph, chosen.decisions), root.get_submodule(path), chosen.decisions, after="fuse")
-
+    graphs = {path: rewritten(session, captured, path, chosen) for path, captured in session.captures.items()}
     packer = Packer(session, chosen, steps or {}, given)
     errors: dict[Any, Any] = {}
     with progress_bar(2 * len(decided) * len(batches), "quantizing") as tick:

@@ -24,8 +24,9 @@ from .passes.module import (
     user_class,
 )
 from .passes.observe import observe
+from .passes.session import Session
 from .passes.state import clone, make_independent
-from .passes.targets import find_targets, plan
+from .passes.targets import Plan, find_targets, plan
 from .passes.verify import verify
 from .pipeline import Options, apart, capture_model, options_of, quantize_model, try_inputs
 from .progress import progress_bar
@@ -47,12 +48,17 @@ class Prepared:
     fakes: dict[str, str] = dataclasses.field(default_factory=dict)         # weight -> path of what rounds it in training
 
 
+def _planned(model: nn.Module, example: Example, options: Options) -> tuple[Session, Plan]:
+    """A captured copy of the model, and what would be quantized in it."""
+    session, _ = capture_model(clone(model), example, options.capture)
+    options.overrides.see(session.root)
+    return session, plan(session, find_targets(session), options.default, options.overrides)
+
+
 def prepare_calibration(model: nn.Module, example: Example, options: Options, shared: bool = False) -> nn.Module:
     """A copy of the model whose graphs pass the inputs of static layers through observers; ``shared``: with the model's tensors."""
-    root = clone(model)
-    session, _ = capture_model(root, example, options.capture)
-    options.overrides.see(root)
-    chosen = plan(session, find_targets(session), options.default, options.overrides)
+    session, chosen = _planned(model, example, options)
+    root = session.root
     nodes = nodes_of(session)
     watched = {name: d for name, d in chosen.decisions.items() if isinstance(d.scheme, Int8Static) and takes_inputs(nodes, d)}
     paths = {}
@@ -75,10 +81,8 @@ def prepare_calibration(model: nn.Module, example: Example, options: Options, sh
 
 def prepare_training(model: nn.Module, example: Example, options: Options, learn: bool) -> nn.Module:
     """A copy of the model whose weights, and the inputs of its linears, are rounded in forward."""
-    root = clone(model)
-    session, _ = capture_model(root, example, options.capture)
-    options.overrides.see(root)
-    chosen = plan(session, find_targets(session), options.default, options.overrides)
+    session, chosen = _planned(model, example, options)
+    root = session.root
     session.state.restore()
     for path in {**session.layers, **session.captures}:
         detach_graph(root.get_submodule(path))
@@ -115,7 +119,7 @@ def converted(prepared: nn.Module, record: Prepared, batches: list[Example]) -> 
         observer: Any = prepared.get_submodule(path)
         observer.path = name.removesuffix(".weight")
         if not record.fakes:
-            observer.range()                                # raises for one that saw nothing, before anything is changed
+            observer.need_data()                            # before anything is changed
         if int(observer.count):                             # in training, other code than the linear's own may use its weight
             observers[name] = observer
     fakes: dict[str, Any] = {name: prepared.get_submodule(path) for name, path in record.fakes.items()}

@@ -148,18 +148,24 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _weights_of(model: nn.Module, schemes: list[Scheme]) -> list[dict[str, Any]]:
     """One entry for each name under which a quantized weight is read; the schemes are collected in ``schemes``."""
     paths = {id(module): path for path, module in model.named_modules()}
+    numbers: dict[Any, int] = {}
     found = []
     for path, module in model.named_modules():
         for name, packed in vars(module).get("_inro_packed", {}).items():
             links = [module._inro_links.get(buffer, (module, buffer)) for buffer in packed.buffers]
             if id(links[0][0]) not in paths:
                 raise ModelError(f"{path}.{name} is tied to a weight of a module that is not in this model: save the whole model")
-            if packed.scheme not in schemes:
-                schemes.append(packed.scheme)
+            number = numbers.setdefault(_key(packed.scheme), len(schemes))
+            schemes += [packed.scheme] if number == len(schemes) else []
             found.append(dict(module=path, name=name, buffers=packed.buffers, holder=paths[id(links[0][0])],
-                              stored=[there for _, there in links], scheme=schemes.index(packed.scheme),
+                              stored=[there for _, there in links], scheme=number,
                               layout=dataclasses.astuple(packed.layout), dtype=_dtype_name(packed.dtype)))
     return found
+
+
+def _key(scheme: Scheme) -> Any:
+    """Equal for equal schemes, where those can tell (a static scheme differs from layer to layer)."""
+    return scheme if getattr(type(scheme), "__hash__", None) is not None else id(scheme)
 
 
 def _graphs_of(model: nn.Module, schemes: Sequence[Scheme]) -> dict[str, Any]:

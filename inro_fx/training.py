@@ -91,7 +91,8 @@ class FakeQuantizedInput(nn.Module):
         self.observer = scheme.new_observer() if isinstance(scheme, Int8Static) else None
         if isinstance(self.observer, MovingAverageObserver):
             self.observer.averaging = 0.05
-        self._known = (-1, 1.0, 0)              # batches seen, input_scale, input_zero
+        self._searched: Any = None              # what the observer had seen when its range was last searched for
+        self._parts = 1.0, 0                    # input_scale and input_zero of that range
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observer is None:
@@ -100,10 +101,10 @@ class FakeQuantizedInput(nn.Module):
             self.observer(x)
         if not int(self.observer.count):
             return x
-        seen = int(self.observer.count)
-        if seen != self._known[0] and (not self.training or seen < 8 or seen % 16 == 0 or self._known[0] < 0):
-            self._known = (seen, *self.scheme.calibrated(self.observer).input_parts())      # a search: not at every step
-        _, scale, zero = self._known
+        seen = int(self.observer.count), float(self.observer.low), float(self.observer.high)
+        if seen != self._searched and (not self.training or seen[0] < 8 or seen[0] % 16 == 0 or self._searched is None):
+            self._searched, self._parts = seen, self.scheme.calibrated(self.observer).input_parts()     # not at every step
+        scale, zero = self._parts
         codes = (x / scale).round() + zero
         inside = codes.abs() <= 127
         return _Straight.apply(x * inside, ((codes.clamp(-127, 127) - zero) * scale).detach().to(x.dtype))

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from .call import IMMUTABLE, attributes_of
 from .failures import InputError
 
-__all__ = ["Example", "compare", "kept_random_state", "run", "tensors_in"]
+__all__ = ["Example", "compare", "kept_random_state", "random_state", "run", "seed_extremes", "tensors_in"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,23 @@ def run(model: nn.Module, example: Example) -> Any:
     args, kwargs = example.fresh()
     torch.manual_seed(0)
     return model.forward(*args, **kwargs)
+
+
+def random_state() -> tuple:
+    """Of Python and numpy (torch's own random numbers are nodes of a graph)."""
+    numpy = sys.modules.get("numpy")
+    kind, keys, position, *_ = ("", b"", 0) if numpy is None else numpy.random.get_state()
+    return random.getstate(), kind, bytes(keys), position
+
+
+def seed_extremes() -> Iterator[None]:
+    """Seeds Python and numpy, at each step, so that the first number of 0..1 that they draw is near 0, near 1, or neither."""
+    numpy, seeds = sys.modules.get("numpy"), range(300)
+    for pick in (min, max, lambda seeds, key: 7):
+        random.seed(pick(seeds, key=lambda s: random.Random(s).random()))
+        if numpy is not None:
+            numpy.random.seed(pick(seeds, key=lambda s: numpy.random.RandomState(s).random_sample()))
+        yield
 
 
 @contextlib.contextmanager

@@ -538,6 +538,12 @@ def _add_part(module: nn.Module, part: type) -> None:
         module.__class__ = _composed(user_class(module), chosen)
 
 
+def _remove_part(module: nn.Module, part: type) -> None:
+    parts = tuple(p for p in getattr(type(module), "_inro_parts", ()) if p is not part)
+    user = user_class(module)
+    module.__class__ = _composed(user, parts) if parts or needs_rebasing(user) else user
+
+
 def attach_graph(module: nn.Module, capture: Capture, strict: bool = False) -> None:
     """Makes ``module`` run ``capture`` wherever it covers the call."""
     if GraphForward not in getattr(type(module), "_inro_parts", ()):
@@ -687,9 +693,7 @@ def _defines(user: type, name: str) -> bool:
 
 def detach_graph(module: nn.Module) -> None:
     """Back to the user's own forward."""
-    parts = tuple(p for p in getattr(type(module), "_inro_parts", ()) if p is not GraphForward)
-    user = user_class(module)
-    module.__class__ = _composed(user, parts) if parts or needs_rebasing(user) else user
+    _remove_part(module, GraphForward)
     for name in [n for n in vars(module) if n.startswith("_inro_") and n not in ("_inro_packed", "_inro_links")]:
         del module.__dict__[name]
 
@@ -713,9 +717,7 @@ def attach_fake(module: nn.Module, name: str, fake: nn.Module) -> None:
 
 def detach_fakes(module: nn.Module) -> None:
     """Back to the float weights."""
-    parts = tuple(p for p in getattr(type(module), "_inro_parts", ()) if p is not FakeQuantizedWeights)
-    user = user_class(module)
-    module.__class__ = _composed(user, parts) if parts or needs_rebasing(user) else user
+    _remove_part(module, FakeQuantizedWeights)
     module.__dict__.pop("_inro_fake", None)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from .call import Call, Slot, rebuild, strip
 from .carriers import observed_use
 from .constants import Alias, Constant, alias_of_view, find_constants, storage_of
+from .example import random_state
 from .module import Capture, user_class
 from .state import ModuleState
 from .trace import ExampleProxy, Retrace, TraceError, Tracer, active, frame, module_call, patches
@@ -38,6 +37,7 @@ class Session:
         self.kept: Any = None                           # keeps the exported module's identity alive while it is traced
         self.written: dict[str, Tensor] = {}            # parameters and buffers that forward writes to, as they were
         self.leaves: set[str] = set()                   # modules that must not be traced into
+        self.ignores_draws = True                       # does the output stay the same whatever Python and numpy draw?
         self.hooked = {path for path, m in root.named_modules() if _has_foreign_hooks(m)}
         self.made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()    # by code that is no node
         self.index()
@@ -184,9 +184,9 @@ class Session:
                 traced = call.capture(values, tracer.placeholder)
                 leaves, spec = tree_flatten(traced)
                 given_args, given_kwargs = call.spread(traced)
-                drawn = _random_state()
+                drawn = random_state()
                 result = tracer.run(forward or module.forward, given_args, given_kwargs)
-                drew = _random_state() != drawn
+                drew = random_state() != drawn
                 leaves_after, spec_after = tree_flatten(traced)
                 if spec != spec_after or any(a is not b for a, b in zip(leaves, leaves_after, strict=True)):
                     raise TraceError("changes a container among its inputs")
@@ -194,8 +194,8 @@ class Session:
                     raise TraceError("catches an exception that an operator raised")
                 self._refuse_leaks(module)
                 example = _example_of(result)
-                if drew:
-                    raise TraceError("draws random numbers outside of torch")
+                if drew and not self.ignores_draws:
+                    raise TraceError("depends on random numbers from outside of torch")
                 self.captures[path] = _finish(tracer, call, kind, result)
                 return example, True
             except Retrace as again:
@@ -224,13 +224,6 @@ class Session:
                 else:
                     continue
                 raise TraceError(f"keeps a value in self.{name} ({path or 'the module itself'})")
-
-
-def _random_state() -> tuple:
-    """Of Python and numpy: torch's own random numbers are nodes."""
-    numpy = sys.modules.get("numpy")
-    kind, keys, position, *_ = ("", b"", 0) if numpy is None else numpy.random.get_state()
-    return random.getstate(), kind, bytes(keys), position
 
 
 def _has_foreign_hooks(module: nn.Module) -> bool:

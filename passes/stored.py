@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_structure
 
-from .call import Call, ConstantLeaf, Slot, TensorLeaf
+from .call import Call, ConstantLeaf, Slot, TensorLeaf, attributes_of
 from .constants import Alias
 from .module import Capture, user_class
 from .scheme import Scheme
@@ -372,22 +372,15 @@ def _make_mapping(codec: Codec, data: list) -> Any:
     return new
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    found = dict(getattr(value, "__dict__", {}))
-    if dataclasses.is_dataclass(value):
-        found = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)} | found
-    return found
-
-
 def _is_plain_object(value: Any) -> bool:
     return not callable(value) and not isinstance(value, (nn.Module, Tensor, list, dict, set, str, int, float)) and \
-        (hasattr(value, "__dict__") or dataclasses.is_dataclass(value)) and type(value).__module__.partition(".")[0] != "torch"
+        (hasattr(value, "__dict__") or bool(attributes_of(value))) and type(value).__module__.partition(".")[0] != "torch"
 
 
 def _object_fields(codec: Codec, value: Any) -> list:
     if type(value).__module__.partition(".")[0] not in codec.own or hasattr(type(value), "__del__"):
         raise NotStored(f"it returns a {type(value).__name__}, which is of another package than the model")
-    return [codec.name_class(type(value)), {k: codec.encode(x) for k, x in _attributes(value).items()}]
+    return [codec.name_class(type(value)), {k: codec.encode(x) for k, x in attributes_of(value).items()}]
 
 
 def _make_object(codec: Codec, data: list) -> Any:

@@ -113,6 +113,14 @@ def test_pythons_random_numbers_are_no_constants():
     assert len(sizes) == 2
 
 
+@pytest.mark.parametrize("draw", [np.random.uniform, random.random])
+def test_random_numbers_that_are_not_used_cost_no_graph(draw):
+    unused = net(lambda self, x: x if self.training and draw() < 0.1 else self.fc(x) + 0 * int(draw() > 2), fc=linear())
+    assert inro_fx.report(inro_fx.quantize_graph(unused, torch.randn(3, 16))).nodes
+    rare = net(lambda self, x: x if draw() < 0.02 else self.fc(x), fc=linear())
+    assert not inro_fx.report(inro_fx.quantize_graph(rare, torch.randn(3, 16))).nodes
+
+
 def test_a_set_is_no_state_that_forward_changed():
     model = net(lambda self, x: self.fc(x), fc=linear())
     model.names = {"a", "bb", "ccc", "dddd", "eeeee"}
