@@ -418,18 +418,36 @@ def test_a_manifest_that_makes_no_sense_is_refused_or_harmless(saved, tmp_path_f
 ], ids=range(27))
 def test_a_hostile_graph_is_not_taken(hostile, saved, tmp_path):
     file, model, small, x = saved
+    again = with_node(saved, hostile, tmp_path)
+    if again is not None:
+        assert torch.equal(again(x), small(x))                    # the graph was left out, and the report says so
+        assert "its graph is not in the file" in str(inro_fx.report(again))
+
+
+@pytest.mark.parametrize("harmless", [
+    ["call_function", "a", "torch.relu", {"tuple": [{"node": "input_1"}]}, {"dict": []}, {}],
+    ["call_function", "a", "builtins.max", {"tuple": [[1, 2]]}, {"dict": []}, {}],
+    ["call_function", "a", "aten.relu.default", {"tuple": [{"node": "input_1"}]}, {"dict": []}, {}],
+    ["call_method", "a", "relu", {"tuple": [{"node": "input_1"}]}, {"dict": []}, {}],
+], ids=range(4))
+def test_a_harmless_graph_is_taken(harmless, saved, tmp_path):
+    assert inro_fx.report(with_node(saved, harmless, tmp_path)).nodes
+
+
+def with_node(saved, row, folder):
+    """The model of a file with one more node, after the input; None if the file is refused as a whole."""
+    file, model, _, _ = saved
 
     def change(manifest):
         inner = json.loads(files._unpacked_text(manifest["graphs"]))
-        inner["graphs"][""]["capture"]["graph"].insert(1, hostile)
+        graph = inner["graphs"][""]["capture"]["graph"]
+        graph.insert(1, json.loads(json.dumps(row).replace("input_1", graph[0][1])))
+        graph[1][5] = {"module": ""}
         manifest["graphs"] = files._packed_text(inner)
-    broken = rewritten(file, tmp_path / "hostile.safetensors", change)
     try:
-        again = inro_fx.load(broken, model)
+        return inro_fx.load(rewritten(file, folder / "changed.safetensors", change), model)
     except inro_fx.FileError:
-        return
-    assert torch.equal(again(x), small(x))                        # the graph was left out, and the report says so
-    assert "its graph is not in the file" in str(inro_fx.report(again))
+        return None
 
 
 def test_no_function_of_a_file_opens_files_or_runs_code():
