@@ -325,8 +325,12 @@ def _direct(module: nn.Module, targets: set[str], source: str, names: dict[str, 
     """The source with ``self.layers.3.fc.weight_codes``, a microsecond for each dot, as an entry of the dict that holds the tensor.
 
     The dicts of a module's parameters and buffers are its own for life: what moves, casts or loads a module changes their entries.
+    Operators with an overload ``inference`` are called past the Python of their gradient's formula.
     """
     names, reads = dict(names), {}
+    for number, target in enumerate(sorted({n.target for n in module._inro_graph.nodes if _has_inference(n.target)}, key=str)):
+        names[f"_operator_{number}"] = _past_autograd(target)
+        source = source.replace(f"torch.ops.{target}(", f"_operator_{number}(")
     for number, target in enumerate(sorted(targets)):
         path, _, leaf = target.rpartition(".")
         try:
@@ -345,6 +349,22 @@ def _direct(module: nn.Module, targets: set[str], source: str, names: dict[str, 
         if equals and read is not None:
             lines[index] = name + equals + read
     return "\n".join(lines), names
+
+
+def _has_inference(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._overloadname == "default" and hasattr(target.overloadpacket, "inference")
+
+
+@functools.cache
+def _past_autograd(operator: Any) -> Callable:
+    """The operator in eager mode: where no argument wants a gradient, its overload without the formula of one."""
+    run, grad_enabled = operator.overloadpacket.inference._op, torch.is_grad_enabled        # _op: a Python call less
+
+    def call(*args: Any) -> Any:
+        if grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return operator(*args)
+        return run(*args)
+    return call
 
 
 _sources: Counter[str] = Counter()          # files of compiled graphs -> how many functions of that source live

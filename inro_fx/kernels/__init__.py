@@ -4,7 +4,7 @@ Where there is no compiler, or no kernel for a case, the operators' reference im
 says which, and why.
 """
 
-from .choice import CHOICES, Choice, kernel_for, kernels
-from .int8 import LEVELS, best_level, linear_int8, unavailable
+from .binding import LEVELS, best_level, linear_int8, register, unavailable
+from .choice import kernel_for, kernels
 
-__all__ = ["CHOICES", "LEVELS", "Choice", "best_level", "kernel_for", "kernels", "linear_int8", "unavailable"]
+__all__ = ["LEVELS", "best_level", "kernel_for", "kernels", "linear_int8", "register", "unavailable"]

@@ -9,8 +9,7 @@
    off in the epilogue. Two levels hold 15 bits of each activation: as good as float activations beside int8 weights,
    and two integer products cost less than one of floats where the CPU multiplies bytes (VNNI).
 
-   Fifteen bits are too few where one activation is hundreds of times the others: such a row is reported, and computed in floats
-   by the caller.
+   Fifteen bits are too few where one activation is hundreds of times the others: such a row is computed in floats.
 
    Weights stay as they are stored. For few rows of x both operands run along `in`, and a block of 6 x 4 results keeps its sums
    in registers. For many rows 16 columns (AVX2, as int16) or 32 (VNNI) are transposed into a scratch that stays in cache.
@@ -19,49 +18,21 @@
    products stays within 2 * 128 * 127 < 2^15, or int16 by int16 into int32; VNNI adds four products to an int32, with w + 128
    as the unsigned side and 128 * sum(x) taken off at the end. */
 
+#include "kernels.h"
+
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#if defined(__unix__) || defined(__APPLE__)
-#include <pthread.h>
-#endif
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-#define X86 1
-#endif
-
-enum { PORTABLE = 0, AVX2 = 1, VNNI = 2 };
 enum { STEP = 64, MR = 6, NR = 4, CHUNK = 192, MANY = 12, MANY_AVX2 = 6 };
 /* bytes of a step along `in`; block of results; rows of x at a time; rows of integers from which transposing pays */
 enum { BLOCKS = NR, PANELS_AVX2 = 16, PANELS_VNNI = 32 };       /* how results are computed, by the columns that go together */
 
 #define OUTLIER 350.0                                 /* one number against the mean of the others: they keep about 0.5 % */
-
-static int in_child = 0;                              /* OpenMP's threads do not survive a fork: the child works alone */
-static void after_fork(void) { in_child = 1; }
-
-int inro_level(void) {
-    static int level = -1;
-    if (level < 0) {
-#if defined(__unix__) || defined(__APPLE__)
-        pthread_atfork(NULL, NULL, after_fork);
-#endif
-        int found = PORTABLE;
-#ifdef X86
-        __builtin_cpu_init();
-        if (__builtin_cpu_supports("avx2")) found = AVX2;
-        if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) found = VNNI;
-#endif
-        level = found;
-    }
-    return level;
-}
 
 /* ---- activations to integers ---- */
 
@@ -468,7 +439,6 @@ static void quantize_wide_avx2(const float *x, int64_t n, int64_t padded, int le
     memset(q + n, 0, (size_t)(padded - n) * sizeof(int16_t));
 }
 
-#define TARGET_VNNI "avx512f,avx512bw,avx512vl,avx512vnni"
 
 __attribute__((target(TARGET_VNNI), always_inline))
 static inline void add_up_vnni(__m512i a, __m512i b, __m512i c, __m512i d, int32_t sum, int32_t *out) {
@@ -623,20 +593,15 @@ static void columns_vnni(const int8_t *q, int64_t padded, int64_t rows, int leve
 
 typedef void (*block_function)(const int8_t *, int64_t, int, const int8_t *const *, int, int64_t, const int32_t *, int32_t[MR][NR]);
 typedef void (*quantize_function)(const float *, int64_t, int64_t, int, int8_t *, float *, int32_t *);
-
 typedef void (*fixed_function)(const float *, int64_t, int64_t, float, float, int8_t *, float *, int32_t *);
 
-static void *aligned(size_t size) {
-    void *p = NULL;
-    return posix_memalign(&p, 64, size ? size : 64) ? NULL : p;
-}
-
 typedef struct {
-    const float *x, *scale, *bias;
+    const char *x, *bias;
+    const float *scale;
     const int8_t *codes;
-    float *y;
+    char *y;
     int64_t rows, in, stride, out, scale_step, padded;
-    int levels, level;
+    int levels, level, dtype;
     block_function block;
     quantize_function quantize;
     fixed_function quantize_fixed;
@@ -644,16 +609,36 @@ typedef struct {
     const int32_t *zero, *column_sums;
 } job;
 
-typedef struct { int8_t *q; float *scale; int32_t *sums; } integers;     /* up to CHUNK rows of x */
+/* What threads work with, for up to CHUNK rows of x. `y` are the results as floats where x is
+   of half precision, `lines` one row as floats for each thread; `wide` says of each row whether two levels are too few for it. */
+typedef struct {
+    int8_t *q;
+    float *scale, *y, *lines;
+    int32_t *sums;
+    unsigned char *wide;
+    void *memory;
+    _Alignas(64) char small[4096];                     /* of which a layer of one row needs no more: asking for memory takes longer */
+} scratch;
 
-static int take(const job *j, int64_t rows, integers *to) {
-    to->q = aligned((size_t)(rows * 2 * j->padded));   /* two bytes for each activation, at most */
-    to->scale = aligned((size_t)rows * sizeof(float));
-    to->sums = aligned((size_t)(rows * j->levels) * sizeof(int32_t));
-    return to->q && to->scale && to->sums;
+static size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+static int take(const job *j, int64_t rows, int threads, scratch *to) {
+    const size_t q = round_up((size_t)(rows * 2 * j->padded)), scale = round_up((size_t)rows * sizeof(float)),
+                 sums = round_up((size_t)(rows * 2) * sizeof(int32_t)), wide = round_up((size_t)rows),
+                 y = j->dtype == FLOAT32 ? 0 : round_up((size_t)(rows * j->out) * sizeof(float)),
+                 lines = j->dtype == FLOAT32 ? 0 : (size_t)threads * round_up((size_t)j->in * sizeof(float)),
+                 all = q + scale + sums + wide + y + lines;
+    to->memory = all <= sizeof to->small ? NULL : aligned(all);
+    char *start = all <= sizeof to->small ? to->small : to->memory;
+    if (!start) return 0;
+    to->q = (int8_t *)start;
+    to->scale = (float *)(start + q);
+    to->sums = (int32_t *)(start + q + scale);
+    to->wide = (unsigned char *)start + q + scale + sums;
+    to->y = (float *)(start + q + scale + sums + wide);
+    to->lines = (float *)(start + q + scale + sums + wide + y);
+    return 1;
 }
-
-static void give_back(integers *from) { free(from->q); free(from->scale); free(from->sums); }
 
 static int way_of(const job *j, int64_t rows) {
     if (j->level >= VNNI && rows * j->levels >= MANY) return PANELS_VNNI;
@@ -661,11 +646,18 @@ static int way_of(const job *j, int64_t rows) {
     return BLOCKS;
 }
 
-/* Returns 1 if a row is too wide for two levels. */
-static int quantize_rows(const job *j, int64_t start, int64_t first, int64_t last, int way, const integers *to) {
-    int wide = 0;
+/* Row `r` of x as floats: where it lies, or in `line`. */
+static const float *row_of(const job *j, int64_t r, float *line) {
+    const char *x = j->x + r * j->stride * (int64_t)size_of(j->dtype);
+    if (j->dtype == FLOAT32) return (const float *)x;
+    widen(x, j->dtype, j->in, line, j->level);
+    return line;
+}
+
+static void quantize_rows(const job *j, int64_t start, int64_t first, int64_t last, int way, const scratch *to, float *line) {
     for (int64_t r = first; r < last; r++) {
-        const float *x = j->x + (start + r) * j->stride;
+        const float *x = row_of(j, start + r, line);
+        to->wide[r] = 0;
         if (j->fixed) {
             /* int16 panels: the bytes go to the upper half of the row and are widened from there, front to back */
             int8_t *q = to->q + r * j->padded * (way == PANELS_AVX2 ? 2 : 1), *bytes = q + (way == PANELS_AVX2 ? j->padded : 0);
@@ -678,21 +670,25 @@ static int quantize_rows(const job *j, int64_t start, int64_t first, int64_t las
             continue;
         }
 #ifdef X86
-        if (j->levels == 2) wide |= j->level >= AVX2 ? wide_row_avx2(x, j->in) : wide_row(x, j->in);
+        if (j->levels == 2) to->wide[r] = (unsigned char)(j->level >= AVX2 ? wide_row_avx2(x, j->in) : wide_row(x, j->in));
         if (way == PANELS_AVX2) {
             quantize_wide_avx2(x, j->in, j->padded, j->levels, (int16_t *)to->q + r * j->padded, to->scale + r);
             continue;
         }
 #else
-        if (j->levels == 2) wide |= wide_row(x, j->in);
+        if (j->levels == 2) to->wide[r] = (unsigned char)wide_row(x, j->in);
 #endif
         j->quantize(x, j->in, j->padded, j->levels, to->q + r * j->levels * j->padded, to->scale + r, to->sums + r * j->levels);
     }
-    return wide;
 }
 
-/* Results of `here` rows from `start`, for the columns `first * way` to `last * way`; 0 if memory ran out. */
-static int multiply(const job *j, int64_t start, int64_t here, int64_t first, int64_t last, int way, const integers *from) {
+static float bias_of(const job *j, int64_t column) {
+    return j->bias ? one_of(j->bias, j->dtype, column) : 0.0f;
+}
+
+/* Results of `here` rows from `start`, for the columns `first * way` to `last * way`, into y [here, out]; 0 if memory ran out. */
+static int multiply(const job *j, int64_t start, int64_t here, int64_t first, int64_t last, int way, const scratch *from, float *y,
+                    float *line) {
     const int levels = j->levels;
     const float shift = j->fixed ? (float)*j->zero * *j->fixed : 0.0f;
     void *packed = way == BLOCKS ? NULL : aligned((size_t)j->padded * 32);
@@ -700,24 +696,24 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
     for (int64_t b = first; b < last; b++) {
         const int64_t n = b * way;
         const int width = j->out - n < way ? (int)(j->out - n) : way;
-        float by[32], plus[32], *y = j->y + start * j->out + n;
+        float by[32], plus[32];
         const int8_t *w[32];
         for (int i = 0; i < way; i++) {                /* beyond the last column, the last one again */
             const int64_t column = n + (i < width ? i : width - 1);
             by[i] = j->scale[column * j->scale_step];
             const float zeros = j->fixed ? shift * (float)j->column_sums[column] * by[i] : 0.0f;
-            plus[i] = (j->bias ? j->bias[column] : 0.0f) - zeros;
+            plus[i] = bias_of(j, column) - zeros;
             w[i] = j->codes + column * j->in;
         }
 #ifdef X86
         if (way == PANELS_VNNI) {
             transpose_vnni(w[0], j->in, j->padded, width, packed);
-            columns_vnni(from->q, j->padded, here, levels, packed, from->sums, from->scale, by, plus, y, j->out, width);
+            columns_vnni(from->q, j->padded, here, levels, packed, from->sums, from->scale, by, plus, y + n, j->out, width);
             continue;
         }
         if (way == PANELS_AVX2) {
             transpose_avx2(w[0], j->in, j->padded, width, packed);
-            columns_avx2((const int16_t *)from->q, j->padded, here, levels, packed, from->scale, by, plus, y, j->out, width);
+            columns_avx2((const int16_t *)from->q, j->padded, here, levels, packed, from->scale, by, plus, y + n, j->out, width);
             continue;
         }
 #endif
@@ -732,71 +728,101 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
                     value[c] = levels == 2 ? 128.0f * (float)total[2 * i][c] + (float)total[2 * i + 1][c] : (float)total[i][c];
                     value[c] = value[c] * from->scale[r + i] * by[c] + plus[c];
                 }
-                memcpy(y + (r + i) * j->out, value, (size_t)width * sizeof(float));
+                memcpy(y + (r + i) * j->out + n, value, (size_t)width * sizeof(float));
             }
         }
     }
     free(packed);
+    const int64_t end = last * way < j->out ? last * way : j->out;
+    for (int64_t r = 0; r < here; r++) {               /* floats for the rows that are too wide for two levels */
+        if (!from->wide[r]) continue;
+        const float *x = row_of(j, start + r, line);
+        for (int64_t n = first * way; n < end; n++)
+            y[r * j->out + n] = dot(x, j->codes + n * j->in, j->in, j->level) * j->scale[n * j->scale_step] + bias_of(j, n);
+    }
     return 1;
 }
 
-static int64_t share(int64_t all, int part, int parts) { return all * part / parts; }
+/* Rows `start` to `start + here`, of which this thread does part `part` of `parts`: everything of them where it is the only one. */
+static int one_chunk(const job *j, int64_t start, int64_t here, const scratch *with, int part, int parts) {
+    float *line = with->lines + part * (int64_t)(round_up((size_t)j->in * sizeof(float)) / sizeof(float));
+    const int way = way_of(j, here);
+    const int64_t blocks = (j->out + way - 1) / way;
+    float *y = j->dtype == FLOAT32 ? (float *)j->y + start * j->out : with->y;
+    quantize_rows(j, start, share(here, part, parts), share(here, part + 1, parts), way, with, line);
+    if (parts > 1) {
+        #pragma omp barrier
+    }
+    const int done = multiply(j, start, here, share(blocks, part, parts), share(blocks, part + 1, parts), way, with, y, line);
+    if (parts > 1) {
+        #pragma omp barrier
+    }
+    if (j->dtype != FLOAT32) {
+        const int64_t from = share(here * j->out, part, parts), to = share(here * j->out, part + 1, parts);
+        narrow(y + from, to - from, j->dtype, j->y + (start * j->out + from) * (int64_t)size_of(j->dtype), j->level);
+        if (parts > 1) {
+            #pragma omp barrier
+        }
+    }
+    return done;
+}
 
-/* y[rows, out] = x[rows, in] @ (codes * scale).T + bias; rows of x are `stride` floats apart, the rest is contiguous.
-   `level` is PORTABLE, AVX2 or VNNI, or -1 for the best that this CPU has. Returns 0, -1 where memory ran out, or 1 where some row
-   of x is too wide for two levels: its results are no good.
+static int many_chunks(const job *j, int64_t chunks, int threads) {    /* each thread takes chunks of its own */
+    int failed = 0;
+    #pragma omp parallel num_threads(threads) reduction(|| : failed)
+    {
+        scratch own;
+        const int ready = take(j, CHUNK, 1, &own);
+        failed = !ready;
+        #pragma omp for schedule(static)
+        for (int64_t c = 0; c < chunks; c++) {
+            const int64_t start = c * CHUNK, here = j->rows - start < CHUNK ? j->rows - start : CHUNK;
+            if (ready && !one_chunk(j, start, here, &own, 0, 1)) failed = 1;
+        }
+        if (ready) free(own.memory);
+    }
+    return !failed;
+}
+
+static int few_chunks(const job *j, const scratch *shared, int part, int parts) {
+    int done = 1;
+    for (int64_t start = 0; start < j->rows; start += CHUNK)
+        if (!one_chunk(j, start, j->rows - start < CHUNK ? j->rows - start : CHUNK, shared, part, parts)) done = 0;
+    return done;
+}
+
+/* y[rows, out] = x[rows, in] @ (codes * scale).T + bias; rows of x are `stride` numbers apart, the rest is contiguous.
+   `dtype` is that of x, bias and y. `level` is PORTABLE, AVX2 or VNNI, or -1 for the best that this CPU has.
    `fixed` (NULL: row by row) and `zero` are the scale and zero point of x, `column_sums` [out] the codes of each column added up.
-   Every result is computed the same way whatever the number of threads. */
-int inro_linear(const float *x, int64_t rows, int64_t in, int64_t stride, const int8_t *codes, int64_t out, const float *scale,
-                int64_t scale_step, const float *bias, float *y, int levels, int threads, int level, const float *fixed,
+   Returns 0, or -1 where memory ran out. Every result is computed the same way whatever the number of threads. */
+int inro_linear(const void *x, int64_t rows, int64_t in, int64_t stride, const int8_t *codes, int64_t out, const float *scale,
+                int64_t scale_step, const void *bias, void *y, int dtype, int levels, int threads, int level, const float *fixed,
                 const int32_t *zero, const int32_t *column_sums) {
     if (rows == 0 || out == 0) return 0;
-    job j = {x, scale, bias, codes, y, rows, in, stride, out, scale_step, (in + STEP - 1) / STEP * STEP + (in == 0 ? STEP : 0), levels,
-             level < 0 ? inro_level() : level, block_portable, quantize_row, quantize_fixed_portable, fixed, zero, column_sums};
+    job j = {x, bias, scale, codes, y, rows, in, stride, out, scale_step, (in + STEP - 1) / STEP * STEP + (in == 0 ? STEP : 0), levels,
+             level < 0 ? inro_level() : level, dtype, block_portable, quantize_row, quantize_fixed_portable, fixed, zero, column_sums};
 #ifdef X86
     if (j.level >= AVX2) { j.block = block_avx2; j.quantize = quantize_row_avx2; j.quantize_fixed = quantize_fixed_avx2; }
     if (j.level >= VNNI) j.block = block_vnni;
 #endif
-    if (in_child || (double)rows * in * out * levels < 200000.0 || threads < 1) threads = 1;
+    threads = inro_threads(threads, (double)rows * in * out * levels);
     const int64_t chunks = (rows + CHUNK - 1) / CHUNK;
-    int failed = 0, wide = 0;
-    if (chunks >= 2 * threads) {                       /* many rows: each thread takes chunks of its own */
-        #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|| : failed, wide)
+    if (threads > 1 && chunks >= 2 * threads) return many_chunks(&j, chunks, threads) ? 0 : -1;
+    scratch shared;                                    /* few rows: the threads share them and split the columns */
+    if (!take(&j, rows < CHUNK ? rows : CHUNK, threads, &shared)) return -1;
+    int failed = 0;
+    if (threads == 1) failed = !few_chunks(&j, &shared, 0, 1);
+    else {
+        #pragma omp parallel num_threads(threads) reduction(|| : failed)
         {
-            integers own;
-            const int ready = take(&j, CHUNK, &own);
-            failed = !ready;
-            #pragma omp for schedule(static)
-            for (int64_t c = 0; c < chunks; c++) {
-                const int64_t start = c * CHUNK, here = rows - start < CHUNK ? rows - start : CHUNK;
-                if (!ready) continue;
-                const int way = way_of(&j, here);
-                if (quantize_rows(&j, start, 0, here, way, &own)) wide = 1;
-                if (!multiply(&j, start, here, 0, (out + way - 1) / way, way, &own)) failed = 1;
-            }
-            give_back(&own);
-        }
-        return failed ? -1 : wide;
-    }
-    integers shared;                                   /* few rows: the threads share them and split the columns */
-    if (!take(&j, rows < CHUNK ? rows : CHUNK, &shared)) { give_back(&shared); return -1; }
-    #pragma omp parallel num_threads(threads) if (threads > 1) reduction(|| : failed, wide)
-    {
-        int part = 0, parts = 1;
+            int part = 0, parts = 1;
 #ifdef _OPENMP
-        part = omp_get_thread_num();
-        parts = omp_get_num_threads();
+            part = omp_get_thread_num();
+            parts = omp_get_num_threads();
 #endif
-        for (int64_t start = 0; start < rows; start += CHUNK) {
-            const int64_t here = rows - start < CHUNK ? rows - start : CHUNK;
-            const int way = way_of(&j, here);
-            const int64_t blocks = (out + way - 1) / way;
-            if (quantize_rows(&j, start, share(here, part, parts), share(here, part + 1, parts), way, &shared)) wide = 1;
-            #pragma omp barrier
-            if (!multiply(&j, start, here, share(blocks, part, parts), share(blocks, part + 1, parts), way, &shared)) failed = 1;
-            #pragma omp barrier
+            failed = !few_chunks(&j, &shared, part, parts);
         }
     }
-    give_back(&shared);
-    return failed ? -1 : wide;
+    free(shared.memory);
+    return failed ? -1 : 0;
 }

@@ -1,8 +1,12 @@
 """The operators ``torch.ops.inro_fx.*``: one file each with its schema, reference, fake implementation and gradient.
 
-The reference implementations are plain ATen and run on any device. Importing this package registers all of them.
+The reference implementations are plain ATen and run on any device; on CPUs those of C take their place where they were built.
+Importing this package registers all of them.
 """
 
+from ..kernels import register
 from . import dequantize, embedding, linear, linear_dynamic, linear_static
 
 __all__ = ["dequantize", "embedding", "linear", "linear_dynamic", "linear_static"]
+
+register()

@@ -1,4 +1,9 @@
-"""Registration of operators, at the lowest overhead that keeps autograd, torch.compile and torch.export working."""
+"""Registration of operators, at the lowest overhead that keeps autograd, torch.compile and torch.export working.
+
+Every operator has three overloads of one schema. The plain one carries the gradient's formula, in Python. ``inference`` is the
+same without one: what the plain one comes down to where nothing wants a gradient, and what captured graphs call there, so that a
+call reaches its kernel without Python in between. ``reference`` is what runs where no kernel covers the case.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_shape", "define"]
+from ..kernels import best_level
+
+__all__ = ["as_shape", "check_dtypes", "define"]
 
 _library = torch.library.Library("inro_fx", "DEF")
 
@@ -18,19 +25,44 @@ def as_shape(fresh: Tensor, shape: tuple[int, ...]) -> Tensor:
     return fresh if fresh.shape == shape else torch.ops.aten._unsafe_view.default(fresh, shape)
 
 
+def check_dtypes(x: Tensor, bias: Tensor | None) -> None:
+    """Raises what a float linear raises: RuntimeError for inputs that are no floats, or not of the bias's dtype."""
+    if not x.is_floating_point():
+        raise RuntimeError(f"a quantized linear needs floating-point inputs, got {x.dtype}")
+    if bias is not None and bias.dtype != x.dtype:
+        raise RuntimeError(f"a linear with {x.dtype} inputs has a {bias.dtype} bias")
+
+
 def define(schema: str, reference: Callable, fake: Callable, setup: Callable | None = None,
            backward: Callable | None = None, cpu: Callable | None = None) -> Any:
     """Registers ``inro_fx::<schema>`` and gives back the overload to call.
 
-    ``reference`` runs on any device, ``cpu`` in its place on CPUs, ``fake`` gives shapes and dtypes only;
+    ``reference`` runs on any device, ``cpu`` in its place on CPUs where no kernel does, ``fake`` gives shapes and dtypes only;
     ``setup(ctx, inputs, output)`` and ``backward(ctx, grad)`` are the autograd formula, as in ``torch.library.register_autograd``.
     """
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-    _library.impl(name, reference, "CompositeExplicitAutograd")
-    if cpu is not None:
-        _library.impl(name, cpu, "CPU")
-    torch.library.register_fake(f"inro_fx::{name}", fake, lib=_library)
+    name, _, signature = schema.partition("(")
+    for overload in (name, f"{name}.inference", f"{name}.reference"):
+        _library.define(f"{overload}({signature}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+        _library.impl(overload, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"inro_fx::{overload}", fake, lib=_library)
+        if cpu is not None and (best_level() < 0 or overload.endswith(".reference")):
+            _library.impl(overload, cpu, "CPU")
+        if overload != name:
+            _library.impl(overload, torch.library.fallthrough_kernel, "Autograd")
+    packet = getattr(torch.ops.inro_fx, name)
     if backward is not None:
-        torch.library.register_autograd(f"inro_fx::{name}", backward, setup_context=setup, lib=_library)
-    return getattr(torch.ops.inro_fx, name).default
+        _library.impl(name, _with_formula(name, packet.inference, setup, backward), "Autograd")
+    return packet.default
+
+
+def _with_formula(name: str, inference: Callable, setup: Callable | None, backward: Callable) -> Callable:
+    methods = {"forward": staticmethod(inference), "setup_context": staticmethod(setup), "backward": staticmethod(backward)}
+    formula: Any = type(name, (torch.autograd.Function,), methods)
+
+    def call(*args: Any) -> Any:
+        return formula.apply(*args) if torch.is_grad_enabled() and _any_requires_grad(args) else inference(*args)
+    return call
+
+
+def _any_requires_grad(args: tuple) -> bool:
+    return any(isinstance(a, Tensor) and a.requires_grad for a in args)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import kernel_for
 from .dequantize import reference as dequantize
-from .kernel_call import KERNEL_DTYPES, run_kernel
-from .library import as_shape, define
+from .library import as_shape, check_dtypes, define
 
 __all__ = ["linear"]
+
+BLOCK = 1 << 18           # weights: a megabyte of float32
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
@@ -24,10 +24,19 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits
 
 
 def cpu(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
-    if x.dtype in KERNEL_DTYPES and x.shape[-1] == columns and kernel_for(
-            "linear", bits, group, columns, x.numel() // max(columns, 1)) == "c":
-        return run_kernel(x, codes, scale, bias, levels=2)
-    return reference(x, codes, scale, bias, bits, group, columns)
+    """Blocks of the weight are expanded into a cache's worth of floats and multiplied before the next one."""
+    check_dtypes(x, bias)
+    flat, out = x.reshape(-1, x.shape[-1]), codes.shape[0]
+    step = max(16, BLOCK // max(columns, 1))
+    if step >= out:
+        return reference(x, codes, scale, bias, bits, group, columns)
+    y = x.new_empty(flat.shape[0], out)
+    for start in range(0, out, step):
+        rows = slice(start, start + step)
+        weight = torch.ops.inro_fx.dequantize.inference(codes[rows], scale if scale.shape[0] == 1 else scale[rows], bits, group, columns,
+                                                        x.dtype)
+        torch.mm(flat, weight.t(), out=y[:, rows])
+    return as_shape(y if bias is None else y.add_(bias), (*x.shape[:-1], out))
 
 
 def fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:

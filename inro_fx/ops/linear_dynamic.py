@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import kernel_for
 from ..numerics.products import int8_matmul, quantize_rows
 from .dequantize import reference as dequantize
-from .kernel_call import KERNEL_DTYPES, check_dtypes, run_kernel
-from .library import as_shape, define
+from .library import as_shape, check_dtypes, define
 
 __all__ = ["linear_dynamic"]
 
@@ -25,13 +23,6 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, colu
     y = int8_matmul(x_codes, codes).float().mul_(x_scale).mul_(scale.t())
     y = y if bias is None else y.add_(bias.float())
     return as_shape(y.to(x.dtype), (*x.shape[:-1], codes.shape[0]))
-
-
-def cpu(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    if x.dtype in KERNEL_DTYPES and x.shape[-1] == columns and kernel_for(
-            "linear_dynamic", 8, 0, columns, x.numel() // max(columns, 1)) == "c":
-        return run_kernel(x, codes, scale, bias, levels=1)
-    return reference(x, codes, scale, bias, columns)
 
 
 def fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, columns: int) -> Tensor:
@@ -55,4 +46,4 @@ def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
 
 
 linear_dynamic = define("linear_dynamic(Tensor x, Tensor codes, Tensor scale, Tensor? bias, int columns) -> Tensor",
-                        reference, fake, setup, backward, cpu)
+                        reference, fake, setup, backward)

@@ -13,11 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import kernel_for
 from ..numerics.products import int8_matmul
 from .dequantize import reference as dequantize
-from .kernel_call import KERNEL_DTYPES, check_dtypes, run_kernel
-from .library import as_shape, define
+from .library import as_shape, check_dtypes, define
 
 __all__ = ["linear_static"]
 
@@ -34,14 +32,6 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, sums: Tensor, input_scale
     y = y if bias is None else y.add_(bias.float())
     y = torch.where(flat.isfinite().all(1, keepdim=True), y, torch.nan)
     return as_shape(y.to(x.dtype), (*x.shape[:-1], codes.shape[0]))
-
-
-def cpu(x: Tensor, codes: Tensor, scale: Tensor, sums: Tensor, input_scale: Tensor, input_zero: Tensor, bias: Tensor | None,
-        columns: int) -> Tensor:
-    if x.dtype in KERNEL_DTYPES and x.shape[-1] == columns and kernel_for(
-            "linear_static", 8, 0, columns, x.numel() // max(columns, 1)) == "c":
-        return run_kernel(x, codes, scale, bias, levels=1, fixed=(input_scale, input_zero, sums))
-    return reference(x, codes, scale, sums, input_scale, input_zero, bias, columns)
 
 
 def fake(x: Tensor, codes: Tensor, scale: Tensor, sums: Tensor, input_scale: Tensor, input_zero: Tensor, bias: Tensor | None,
@@ -68,4 +58,4 @@ def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
 
 SCHEMA = ("linear_static(Tensor x, Tensor codes, Tensor scale, Tensor sums, Tensor input_scale, Tensor input_zero, Tensor? bias, "
           "int columns) -> Tensor")
-linear_static = define(SCHEMA, reference, fake, setup, backward, cpu)
+linear_static = define(SCHEMA, reference, fake, setup, backward)

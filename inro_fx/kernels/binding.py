@@ -1,0 +1,102 @@
+"""The library that setuptools built from the C files here: registered with torch's dispatcher, and open to tests through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["LEVELS", "best_level", "choice", "linear_int8", "register", "unavailable"]
+
+LEVELS = ("portable C", "C with AVX2", "C with AVX-512 VNNI")
+SETTINGS = {"portable": 0, "avx2": 1}          # of the environment variable INRO_FX_KERNELS, beside "off"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPERATORS = ("linear", "linear_dynamic", "linear_static", "embedding", "dequantize")
+
+# torch's C interface for extensions, in the order of the struct ``torch`` in operators.c; of the alternatives the first there is
+TORCH_FUNCTIONS = (
+    "aoti_torch_delete_tensor_object", "aoti_torch_get_data_ptr", "aoti_torch_get_dim", "aoti_torch_get_sizes", "aoti_torch_get_strides",
+    "aoti_torch_get_dtype", "aoti_torch_get_device_type", "aoti_torch_get_layout", "aoti_torch_empty_strided",
+    "aoti_torch_library_init_impl", "torch_library_impl", "torch_call_dispatcher", "torch_get_num_threads", "aoti_torch_check",
+    "torch_delete_stable_ivalue|_ZdlPv",       # since 2.13; before, C++'s operator delete
+    "aoti_torch_dtype_float32", "aoti_torch_dtype_bfloat16", "aoti_torch_dtype_float16", "aoti_torch_dtype_float64", "aoti_torch_dtype_int8",
+    "aoti_torch_dtype_uint8", "aoti_torch_dtype_int32", "aoti_torch_dtype_int64", "aoti_torch_device_type_cpu", "aoti_torch_layout_strided")
+_P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    setting = os.environ.get("INRO_FX_KERNELS")
+    if setting == "off":
+        return None, "INRO_FX_KERNELS=off"
+    spec = importlib.util.find_spec("inro_fx.kernels._native")
+    if spec is None or spec.origin is None:
+        return None, "the library was not built: no C compiler when inro_fx was installed"
+    try:
+        library = ctypes.CDLL(spec.origin)
+    except OSError as error:
+        return None, f"the library cannot be loaded: {error}"
+    library.inro_linear.argtypes = (_P, _L, _L, _L, _P, _L, _P, _L, _P, _P, _I, _I, _I, _I, _P, _P, _P)
+    library.inro_choice.argtypes = (_I, _I, _L, _L, _L, _L)
+    if setting in SETTINGS:
+        library.inro_limit_level(SETTINGS[setting])
+    return library, ""
+
+
+_library, unavailable = _load()      # ``unavailable``: why there is no library; empty if there is one
+
+
+def register() -> None:
+    """Makes the kernels the CPU implementations of ``torch.ops.inro_fx.*``, whose schemas must be defined by now."""
+    if _library is None:
+        return
+    names = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}
+    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / names.get(sys.platform, "libtorch_cpu.so")))
+    found = [next(getattr(torch_cpu, name) for name in names.split("|") if hasattr(torch_cpu, name)) for names in TORCH_FUNCTIONS]
+    addresses = (ctypes.c_void_p * len(found))(*(ctypes.cast(f, ctypes.c_void_p).value for f in found))
+    if _library.inro_register(addresses):
+        raise ImportError("torch refused the kernels of inro_fx: set INRO_FX_KERNELS=off to do without them")
+
+
+def best_level() -> int:
+    """The index in `LEVELS` of what this CPU runs; -1 without the library."""
+    return -1 if _library is None else _library.inro_level()
+
+
+@functools.lru_cache(maxsize=4096)
+def choice(op: str, bits: int, group: int, columns: int, rows: int, level: int) -> int:
+    """0 where the C kernel runs the case, or the index in REASONS of `choice` why it does not."""
+    return 1 if _library is None else _library.inro_choice(OPERATORS.index(op), level, bits, group, columns, rows)
+
+
+def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, levels: int, level: int = -1,
+                threads: int | None = None, fixed: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
+    """x [rows, in] times codes [out, in] int8 -> [rows, out] of x's dtype, with x as integers of ``levels`` x 7 bits.
+
+    x and ``bias`` (or None) are float32, bfloat16 or float16, ``scale`` is float32 [out, 1] or [1, 1]. ``level`` is an index of
+    `LEVELS`, -1 for the best; ``threads`` those of torch. ``fixed`` (one level only) is (input_scale float32 [1, 1], input_zero
+    int32 [1, 1], sums of the codes int32 [out, 1]): x is then quantized with that scale and zero point, and not row by row. The
+    integer sums are exact, whatever the level and the number of threads. Rows in which one number is hundreds of times the others,
+    too wide for 15 bits, are computed in floats.
+
+    >>> x, codes = torch.tensor([[1.0, 127.0]]), torch.tensor([[2, 3]], dtype=torch.int8)
+    >>> linear_int8(x, codes, torch.tensor([[0.5]]), None, levels=1) if best_level() >= 0 else torch.tensor([[191.5]])
+    tensor([[191.5000]])
+    """
+    assert _library is not None
+    x = x if x.stride(1) == 1 else x.contiguous()
+    codes, scale = codes.contiguous(), scale.contiguous()
+    y = torch.empty(x.shape[0], codes.shape[0], dtype=x.dtype, device="cpu")
+    failed = _library.inro_linear(
+        x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), codes.data_ptr(), codes.shape[0], scale.data_ptr(),
+        int(scale.shape[0] != 1), None if bias is None else bias.data_ptr(), y.data_ptr(), DTYPES.index(x.dtype), levels,
+        torch.get_num_threads() if threads is None else threads, level,
+        *((None, None, None) if fixed is None else (part.contiguous().data_ptr() for part in fixed)))
+    if failed:
+        raise MemoryError(f"no memory for the activations of a linear of {tuple(x.shape)} by {tuple(codes.shape)}")
+    return y

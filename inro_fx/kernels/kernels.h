@@ -1,0 +1,46 @@
+/* What the files of this library share. Plain C with OpenMP: no header of torch is needed. */
+
+#ifndef INRO_KERNELS_H
+#define INRO_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define X86 1
+#define TARGET_VNNI "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma"
+#endif
+
+enum { PORTABLE = 0, AVX2 = 1, VNNI = 2 };             /* levels of instructions */
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };       /* dtypes of activations and results */
+
+/* numbers.c */
+int inro_level(void);
+void inro_limit_level(int level);
+#pragma GCC visibility push(hidden)                   /* so that no library with the same names takes their place */
+int inro_threads(int wanted, double products);
+size_t size_of(int dtype);
+void *aligned(size_t size);
+int64_t share(int64_t all, int part, int parts);
+float one_of(const void *numbers, int dtype, int64_t index);
+void widen(const void *from, int dtype, int64_t n, float *to, int level);
+void narrow(const float *from, int64_t n, int dtype, void *to, int level);
+float dot(const float *x, const int8_t *codes, int64_t n, int level);
+#pragma GCC visibility pop
+
+/* int8.c */
+int inro_linear(const void *x, int64_t rows, int64_t in, int64_t stride, const int8_t *codes, int64_t out, const float *scale,
+                int64_t scale_step, const void *bias, void *y, int dtype, int levels, int threads, int level, const float *fixed,
+                const int32_t *zero, const int32_t *column_sums);
+
+/* groups.c */
+int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int64_t group, const float *scale, int64_t scale_step,
+                const int64_t *ids, void *to, int dtype, int threads, int level);
+int inro_linear_groups(const void *x, int64_t rows, int64_t in, int64_t stride, const void *codes, int64_t out, int bits, int64_t group,
+                       const float *scale, int64_t scale_step, const void *bias, void *y, int dtype, int threads, int level);
+
+/* operators.c */
+int inro_choice(int op, int level, int64_t bits, int64_t group, int64_t columns, int64_t rows);
+
+#endif

@@ -1,0 +1,340 @@
+/* The kernels as implementations of torch.ops.inro_fx.*, registered with torch's dispatcher: no Python stands between a call and
+   its kernel.
+
+   torch's C interface for extensions (the functions named in `torch_functions`, stable since torch 2.10) hands over the arguments
+   in a row of 64-bit words: tensors as handles that the callee owns, integers as they are, an optional tensor as the address of a
+   word or 0. Their addresses come from Python (kernels/int8.py), so that nothing here is linked to torch.
+
+   What these kernels do not cover goes to the overload `reference` of the same operator, which is Python. Errors are raised by
+   torch's own `aoti_torch_check`, a C++ exception that passes through these frames. */
+
+#include "kernels.h"
+
+#include <stdio.h>
+#include <string.h>
+
+typedef uint64_t word;
+typedef void *handle;
+typedef void (*boxed)(word *, uint64_t, uint64_t);
+
+enum { ABI = 2 << 8 | 11 };                            /* the words are as torch 2.11 lays them out */
+static const uint64_t abi = (uint64_t)ABI << 48;
+
+/* In the order of TORCH_FUNCTIONS in kernels/int8.py. Those that give an int32_t give 0 for success. */
+static struct {
+    int32_t (*delete_tensor)(handle);
+    int32_t (*data)(handle, void **);
+    int32_t (*dim)(handle, int64_t *);
+    int32_t (*sizes)(handle, int64_t **);
+    int32_t (*strides)(handle, int64_t **);
+    int32_t (*dtype)(handle, int32_t *);
+    int32_t (*device)(handle, int32_t *);
+    int32_t (*layout)(handle, int32_t *);
+    int32_t (*empty)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, handle *);
+    int32_t (*library)(const char *, const char *, const char *, uint32_t, handle *);
+    int32_t (*implement)(handle, const char *, boxed, uint64_t);
+    int32_t (*call)(const char *, const char *, word *, uint64_t);
+    int32_t (*threads)(uint32_t *);
+    void (*check)(_Bool, const char *, const char *, uint32_t, const char *);
+    void (*delete_word)(word *);
+    int32_t (*float32)(void);
+    int32_t (*bfloat16)(void);
+    int32_t (*float16)(void);
+    int32_t (*float64)(void);
+    int32_t (*int8)(void);
+    int32_t (*uint8)(void);
+    int32_t (*int32)(void);
+    int32_t (*int64)(void);
+    int32_t (*cpu)(void);
+    int32_t (*strided)(void);
+} torch;
+
+static int32_t dtypes[3], float64_dtype, int8_dtype, uint8_dtype, int32_dtype, int64_dtype, cpu, strided;
+
+enum { DIMS = 32 };
+
+typedef struct {
+    char *data;
+    int64_t dim, *sizes, *strides;
+    int32_t dtype;
+    int plain;                                         /* a strided tensor on the CPU */
+} tensor;
+
+static tensor tensor_of(word given) {
+    const handle from = (handle)(uintptr_t)given;
+    tensor t = {0};
+    int32_t device = -1, layout = -1;
+    void *data = NULL;
+    t.plain = !torch.device(from, &device) && device == cpu && !torch.layout(from, &layout) && layout == strided && !torch.dim(from, &t.dim)
+        && t.dim <= DIMS && !torch.sizes(from, &t.sizes) && !torch.strides(from, &t.strides) && !torch.dtype(from, &t.dtype)
+        && !torch.data(from, &data);
+    t.data = data;
+    return t;
+}
+
+static int64_t numel(const tensor *t) {
+    int64_t n = 1;
+    for (int64_t i = 0; i < t->dim; i++) n *= t->sizes[i];
+    return n;
+}
+
+static int contiguous(const tensor *t) {
+    int64_t step = 1;
+    for (int64_t i = t->dim; i-- > 0; step *= t->sizes[i])
+        if (t->sizes[i] != 1 && t->strides[i] != step) return 0;
+    return 1;
+}
+
+/* x as rows of numbers side by side: the step from row to row, or -1. */
+static int64_t row_step(const tensor *x) {
+    const int64_t last = x->dim - 1;
+    int64_t step = -1, rows = 1;
+    if (x->sizes[last] != 1 && x->strides[last] != 1) return -1;
+    for (int64_t i = last; i-- > 0; rows *= x->sizes[i]) {
+        if (x->sizes[i] == 1) continue;
+        if (step < 0) step = x->strides[i];
+        else if (x->strides[i] != step * rows) return -1;
+    }
+    return step < 0 ? x->sizes[last] : step;
+}
+
+static int float_dtype(int32_t dtype) {
+    for (int i = 0; i < 3; i++)
+        if (dtypes[i] == dtype) return i;
+    return -1;
+}
+
+static void drop(word given) { torch.delete_tensor((handle)(uintptr_t)given); }
+
+/* The optional tensor of `given`, or 0. */
+static word optional(word given) { return given ? *(word *)(uintptr_t)given : 0; }
+
+static void drop_optional(word given) {
+    if (!given) return;
+    drop(optional(given));
+    torch.delete_word((word *)(uintptr_t)given);
+}
+
+static void fail(const char *message) { torch.check(0, "inro_fx", __FILE__, 0, message); }
+
+/* The operator as Python has it: whatever the kernels do not cover. */
+static void call_reference(const char *name, word *stack) {
+    if (torch.call(name, "reference", stack, abi)) fail("the reference of this operator failed: its error is printed above");
+}
+
+/* A result like x but for its last size; x NULL: [rows, columns]. */
+static handle result(const tensor *x, int64_t rows, int64_t columns, int32_t dtype) {
+    int64_t sizes[DIMS + 1], strides[DIMS + 1], step = 1;
+    const int64_t dim = x ? x->dim : 2;
+    handle y = NULL;
+    if (x) memcpy(sizes, x->sizes, (size_t)dim * sizeof(int64_t));
+    else sizes[0] = rows;
+    sizes[dim - 1] = columns;
+    for (int64_t i = dim; i-- > 0; step *= sizes[i] > 0 ? sizes[i] : 1) strides[i] = step;
+    return torch.empty(dim, sizes, strides, dtype, cpu, 0, &y) ? NULL : y;
+}
+
+static int threads(void) {
+    uint32_t n = 1;
+    return torch.threads(&n) ? 1 : (int)n;
+}
+
+/* ---- which cases the kernels cover ---- */
+
+enum { LINEAR, LINEAR_DYNAMIC, LINEAR_STATIC, EMBEDDING, DEQUANTIZE };
+enum { COVERED, NO_LIBRARY, MANY_ROWS, WIDTH, COLUMNS };
+enum { MOST_COLUMNS = 65536, FEW = 8 };                /* 255 * 127 * 65536 still fits int32 */
+
+/* 0 where the C kernel runs the case, or which of REASONS in kernels/choice.py it does not for. The limits were measured. */
+int inro_choice(int op, int level, int64_t bits, int64_t group, int64_t columns, int64_t rows) {
+    if (level < PORTABLE) return NO_LIBRARY;
+    if (bits > 8 || bits < 2 || group < 0) return WIDTH;
+    if (columns < 1 || columns > MOST_COLUMNS) return COLUMNS;
+    if (op == EMBEDDING || op == DEQUANTIZE) return COVERED;
+    if (bits < 8 || group) return rows <= (level >= AVX2 ? FEW : 2) ? COVERED : MANY_ROWS;
+    if (op == LINEAR && columns < 16 && rows > 8) return MANY_ROWS;
+    return level >= AVX2 || rows <= (op == LINEAR ? 2 : 4) ? COVERED : MANY_ROWS;
+}
+
+/* ---- linear layers ---- */
+
+typedef struct { word bias; int64_t bits, group, columns; word fixed[3]; } linear_arguments;
+
+/* Are codes and scale of the sizes and dtypes that the kernels read? */
+static int fits(const tensor *codes, const tensor *scale, int64_t bits, int64_t group, int64_t columns) {
+    int64_t bytes = bits == 8 ? columns : 0;
+    for (int width = 4; width && bits < 8; width /= 2)
+        if (bits & width) bytes += (columns * width + 7) / 8;
+    const int64_t groups = group ? (columns + group - 1) / group : 1;
+    return codes->dim == 2 && scale->dim == 2 && codes->dtype == (bits == 8 ? int8_dtype : uint8_dtype) && codes->sizes[1] == bytes
+        && scale->dtype == dtypes[FLOAT32] && (scale->sizes[0] == 1 || scale->sizes[0] == codes->sizes[0])
+        && (scale->sizes[1] == groups || scale->sizes[1] == 1);
+}
+
+static int readable(const tensor *codes, const tensor *scale, int64_t bits, int64_t group, int64_t columns) {
+    return codes->plain && scale->plain && fits(codes, scale, bits, group, columns) && contiguous(codes) && contiguous(scale);
+}
+
+/* What is wrong with the arguments of a linear, or NULL. */
+static const char *wrong_linear(const tensor *x, const tensor *codes, const tensor *scale, const tensor *bias, const linear_arguments *a,
+                                char *text, size_t room) {
+    if (x->dim == 0) return "a linear got a number, and needs at least one dimension";
+    if (x->sizes[x->dim - 1] != a->columns) {
+        snprintf(text, room, "a linear of %lld inputs got %lld", (long long)a->columns, (long long)x->sizes[x->dim - 1]);
+        return text;
+    }
+    if (float_dtype(x->dtype) < 0 && x->dtype != float64_dtype) return "a quantized linear needs floating-point inputs";
+    if (bias && bias->dtype != x->dtype) return "the bias of a linear is of another dtype than its input";
+    if ((a->bits <= 8 && !fits(codes, scale, a->bits, a->group, a->columns))
+        || (bias && (bias->dim != 1 || bias->sizes[0] != codes->sizes[0])))
+        return "codes, scale and bias of a quantized linear do not fit each other";
+    return NULL;
+}
+
+static void linear(int op, const char *name, word *stack, const linear_arguments *a) {
+    const tensor x = tensor_of(stack[0]), codes = tensor_of(stack[1]), scale = tensor_of(stack[2]);
+    const tensor bias = a->bias ? tensor_of(optional(a->bias)) : (tensor){0};
+    char text[128];
+    const char *wrong = x.plain && codes.plain && scale.plain && (!a->bias || bias.plain)
+        ? wrong_linear(&x, &codes, &scale, a->bias ? &bias : NULL, a, text, sizeof text) : NULL;
+    const int dtype = float_dtype(x.dtype);
+    const int64_t step = x.plain && !wrong ? row_step(&x) : -1, rows = step >= 0 && a->columns ? numel(&x) / a->columns : 0;
+    int covered = !wrong && step >= 0 && dtype >= 0 && readable(&codes, &scale, a->bits, a->group, a->columns)
+        && (!a->bias || (bias.plain && contiguous(&bias))) && !inro_choice(op, inro_level(), a->bits, a->group, a->columns, rows);
+    const float *input_scale = NULL;
+    const int32_t *zero = NULL, *sums = NULL;
+    if (op == LINEAR_STATIC && covered) {
+        const tensor s = tensor_of(a->fixed[0]), z = tensor_of(a->fixed[1]), t = tensor_of(a->fixed[2]);
+        covered = s.plain && z.plain && t.plain && contiguous(&t);
+        if (covered && (s.dtype != dtypes[FLOAT32] || z.dtype != int32_dtype || t.dtype != int32_dtype || numel(&s) != 1 || numel(&z) != 1
+                        || numel(&t) != codes.sizes[0]))
+            wrong = "scale, zero point and sums of a quantized linear do not fit each other";
+        input_scale = (const float *)s.data;
+        zero = (const int32_t *)z.data;
+        sums = (const int32_t *)t.data;
+    }
+    if (!wrong && !covered) { call_reference(name, stack); return; }
+    handle y = wrong ? NULL : result(&x, 0, codes.sizes[0], x.dtype);
+    int failed = !y;
+    if (y) {
+        void *to = NULL;
+        torch.data(y, &to);
+        const int64_t out = codes.sizes[0], scale_step = scale.sizes[0] == 1 && out != 1 ? 0 : scale.sizes[1];
+        const int64_t group = scale.sizes[1] == 1 ? 0 : a->group;
+        if (a->bits == 8 && !group)
+            failed = inro_linear(x.data, rows, a->columns, step, (const int8_t *)codes.data, out, (const float *)scale.data, scale_step,
+                                 bias.data, to, dtype, op == LINEAR ? 2 : 1, threads(), -1, input_scale, zero, sums);
+        else
+            failed = inro_linear_groups(x.data, rows, a->columns, step, codes.data, out, (int)a->bits, group, (const float *)scale.data,
+                                        scale_step, bias.data, to, dtype, threads(), -1);
+    }
+    drop(stack[0]);
+    drop(stack[1]);
+    drop(stack[2]);
+    drop_optional(a->bias);
+    if (op == LINEAR_STATIC)
+        for (int i = 0; i < 3; i++) drop(a->fixed[i]);
+    if (failed && y) torch.delete_tensor(y);
+    if (failed) fail(wrong ? wrong : "no memory for a quantized linear");
+    stack[0] = (word)(uintptr_t)y;
+}
+
+static void op_linear(word *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    const linear_arguments a = {stack[3], (int64_t)stack[4], (int64_t)stack[5], (int64_t)stack[6], {0}};
+    linear(LINEAR, "inro_fx::linear", stack, &a);
+}
+
+static void op_linear_dynamic(word *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    const linear_arguments a = {stack[3], 8, 0, (int64_t)stack[4], {0}};
+    linear(LINEAR_DYNAMIC, "inro_fx::linear_dynamic", stack, &a);
+}
+
+static void op_linear_static(word *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    const linear_arguments a = {stack[6], 8, 0, (int64_t)stack[7], {stack[4], stack[5], stack[3]}};
+    linear(LINEAR_STATIC, "inro_fx::linear_static", stack, &a);
+}
+
+/* ---- rows of a matrix as floats ---- */
+
+static void op_dequantize(word *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    const tensor codes = tensor_of(stack[0]), scale = tensor_of(stack[1]);
+    const int64_t bits = (int64_t)stack[2], group = (int64_t)stack[3], columns = (int64_t)stack[4];
+    const int dtype = float_dtype((int32_t)stack[5]);
+    if (dtype < 0 || inro_choice(DEQUANTIZE, inro_level(), bits, group, columns, 1) || !readable(&codes, &scale, bits, group, columns)) {
+        call_reference("inro_fx::dequantize", stack);
+        return;
+    }
+    const int64_t rows = codes.sizes[0];
+    handle y = result(NULL, rows, columns, dtypes[dtype]);
+    void *to = NULL;
+    if (y) torch.data(y, &to);
+    const int failed = !y || inro_expand(codes.data, rows, columns, (int)bits, scale.sizes[1] == 1 ? 0 : group, (const float *)scale.data,
+                                         scale.sizes[0] == 1 && rows != 1 ? 0 : scale.sizes[1], NULL, to, dtype, threads(), -1);
+    drop(stack[0]);
+    drop(stack[1]);
+    if (failed && y) torch.delete_tensor(y);
+    if (failed) fail("no memory for the weights of a layer");
+    stack[0] = (word)(uintptr_t)y;
+}
+
+static void op_embedding(word *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    const tensor ids = tensor_of(stack[0]), codes = tensor_of(stack[1]), scale = tensor_of(stack[2]);
+    const int64_t bits = (int64_t)stack[3], group = (int64_t)stack[4], columns = (int64_t)stack[5];
+    const int dtype = float_dtype((int32_t)stack[6]);
+    if (dtype < 0 || !ids.plain || ids.dim >= DIMS || ids.dtype != int64_dtype || !contiguous(&ids)
+        || inro_choice(EMBEDDING, inro_level(), bits, group, columns, 1) || !readable(&codes, &scale, bits, group, columns)) {
+        call_reference("inro_fx::embedding", stack);
+        return;
+    }
+    const int64_t count = numel(&ids), *which = (const int64_t *)ids.data;
+    int outside = 0;
+    for (int64_t i = 0; i < count; i++) outside |= which[i] < 0 || which[i] >= codes.sizes[0];
+    int64_t sizes[DIMS + 1];
+    memcpy(sizes, ids.sizes, (size_t)ids.dim * sizeof(int64_t));
+    const tensor shape = {NULL, ids.dim + 1, sizes, NULL, 0, 1};
+    handle y = outside ? NULL : result(&shape, 0, columns, dtypes[dtype]);
+    void *to = NULL;
+    if (y) torch.data(y, &to);
+    const int failed = !y || inro_expand(codes.data, count, columns, (int)bits, scale.sizes[1] == 1 ? 0 : group, (const float *)scale.data,
+                                         scale.sizes[0] == 1 && codes.sizes[0] != 1 ? 0 : scale.sizes[1], which, to, dtype, threads(), -1);
+    drop(stack[0]);
+    drop(stack[1]);
+    drop(stack[2]);
+    if (failed && y) torch.delete_tensor(y);
+    if (failed) fail(outside ? "index out of range in self" : "no memory for the rows of a table");
+    stack[0] = (word)(uintptr_t)y;
+}
+
+static const struct { const char *name; boxed function; } operators[] = {
+    {"linear", op_linear}, {"linear_dynamic", op_linear_dynamic}, {"linear_static", op_linear_static},
+    {"embedding", op_embedding}, {"dequantize", op_dequantize},
+};
+
+/* Implements the operators on CPUs, by the addresses of torch's functions; 0, or -1 where torch refuses. */
+int inro_register(void *const *addresses) {
+    memcpy(&torch, addresses, sizeof torch);
+    dtypes[FLOAT32] = torch.float32();
+    dtypes[BFLOAT16] = torch.bfloat16();
+    dtypes[FLOAT16] = torch.float16();
+    int8_dtype = torch.int8();
+    uint8_dtype = torch.uint8();
+    int32_dtype = torch.int32();
+    int64_dtype = torch.int64();
+    float64_dtype = torch.float64();
+    cpu = torch.cpu();
+    strided = torch.strided();
+    handle library = NULL;
+    if (torch.library("inro_fx", "CPU", __FILE__, __LINE__, &library)) return -1;
+    for (size_t i = 0; i < sizeof operators / sizeof *operators; i++) {
+        char inference[64];
+        snprintf(inference, sizeof inference, "%s.inference", operators[i].name);
+        if (torch.implement(library, operators[i].name, operators[i].function, abi)
+            || torch.implement(library, inference, operators[i].function, abi)) return -1;
+    }
+    return 0;
+}
