@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import inro_fx
-from inro_fx.kernels import CHOICES, LEVELS, best_level, kernel_for, linear_int8, unavailable
-from inro_fx.numerics import int8_matmul, quantize_rows
+from inro_fx.kernels import LEVELS, best_level, kernel_for, linear_int8, unavailable
+from inro_fx.numerics import int8_matmul, pack_bits, quantize_rows, unscale
 
 needs_library = pytest.mark.skipif(best_level() < 0, reason=unavailable or "built")
 SIZES = st.one_of(st.integers(1, 80), st.sampled_from([128, 129, 255, 300]))
@@ -124,19 +124,88 @@ def test_after_a_fork():
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
 
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 2e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float64: 1e-12}
+
+
+def close(got, want):
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    assert (got - want).double().norm() <= TOLERANCE[want.dtype] * want.double().norm()
+
+
 @needs_library
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scheme", ["int8", "int8_dynamic", "int8_tensor", "int8_rowwise_full"])
-def test_kernel_and_reference_agree_through_the_operators(scheme, dtype, monkeypatch):
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("scheme", ["int8", "int8_dynamic", "int8_tensor", "int8_rowwise_full", "int4", inro_fx.uniform(3, 16), inro_fx.uniform(50)], ids=str)
+def test_kernel_and_reference_agree_through_the_operators(scheme, dtype):
     linear = torch.nn.Linear(96, 40).to(dtype)
     small = inro_fx.quantize_graph(linear, torch.randn(2, 96, dtype=dtype), scheme)
-    inputs = [torch.randn(shape, dtype=dtype) for shape in ((96,), (1, 96), (7, 96), (2, 33, 96))]
-    fast = [small(x) for x in inputs]
-    for module in ("linear", "linear_dynamic"):
-        monkeypatch.setattr(f"inro_fx.ops.{module}.kernel_for", lambda *a: "torch")
-    for x, y in zip(inputs, fast, strict=True):
-        tolerance = {torch.float32: 2e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-        assert ((small(x) - y).double().norm() / y.double().norm()) < tolerance
+    [call] = [n for n in small.graph.nodes if str(n.target).startswith("inro_fx.linear")]
+    for shape in ((96,), (1, 96), (7, 96), (2, 33, 96), (0, 96)):
+        x = torch.randn(shape, dtype=dtype)
+        parts = [small.weight_codes, small.weight_scale, small.bias]
+        rest = [a for a in call.args[3:] if not hasattr(a, "op")]
+        close(small(x), call.target.overloadpacket.reference(x, *parts, *rest))
+
+
+@needs_library
+@given(st.integers(1, 20), SIZES, SIZES, st.integers(2, 8), st.sampled_from([0, 1, 7, 16, 32, 64]), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 999))
+def test_groups_and_narrow_codes(rows, inner, out, bits, group, dtype, with_bias, seed):
+    g = torch.Generator().manual_seed(seed)
+    high = (1 << bits - 1) - 1
+    codes = torch.randint(-high - 1, high + 1, (out, inner), generator=g, dtype=torch.int8)
+    stored = pack_bits(codes, bits) if bits < 8 else codes
+    scale = torch.rand(out, -(-inner // group) if group else 1, generator=g) + 0.5
+    x, bias = torch.randn(rows, inner, generator=g).to(dtype), torch.randn(out, generator=g).to(dtype) if with_bias else None
+    weight = unscale(codes, scale, group, torch.float64)
+    got = torch.ops.inro_fx.linear(x, stored, scale, bias, bits, group, inner)
+    close(got, torch.nn.functional.linear(x.double(), weight, None if bias is None else bias.double()).to(dtype))
+    assert torch.equal(torch.ops.inro_fx.dequantize(stored, scale, bits, group, inner, dtype), weight.to(dtype) if dtype == torch.float64
+                       else unscale(codes, scale, group, dtype))
+    ids = torch.randint(0, out, (3, 2), generator=g)
+    assert torch.equal(torch.ops.inro_fx.embedding(ids, stored, scale, bits, group, inner, dtype), unscale(codes, scale, group, dtype)[ids])
+
+
+@needs_library
+@pytest.mark.parametrize("setting", ["portable", "avx2"])
+def test_lower_levels_of_instructions_run_the_same_operators(setting):
+    code = """if True:
+        import torch, inro_fx
+        x = torch.randn(3, 5, 96)
+        for scheme in ("int8", "int8_dynamic", "int4", inro_fx.uniform(3, 16)):
+            model = torch.nn.Linear(96, 40)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                small = inro_fx.quantize_graph(model.to(dtype), torch.randn(2, 96, dtype=dtype), scheme)
+                want = torch.nn.functional.linear(x.to(dtype), small.weight, small.bias)
+                for rows in (1, 2, 5):
+                    got = small(x.to(dtype)[0, :rows])
+                    assert (got - want[0, :rows]).norm() < 0.03 * want[0, :rows].norm()
+        print(inro_fx.kernels()["library"])
+    """
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env={**os.environ, "INRO_FX_KERNELS": setting}, capture_output=True, text=True)
+    assert ran.stdout.strip() == LEVELS[min(["portable", "avx2"].index(setting), best_level())]
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["linear", "linear_dynamic"])
+@pytest.mark.parametrize("make", [lambda x: x.t().contiguous().t(), lambda x: x[:, None, :].expand(-1, 3, -1), lambda x: x[::2], lambda x: x.unflatten(0, (2, -1)).transpose(0, 1),
+                                  lambda x: torch.cat([x, x], 1)[:, :32]], ids=range(5))
+def test_operators_take_any_strides(name, make):
+    x, codes, scale, bias = operands(12, 32, 8)
+    rest = (8, 0, 32) if name == "linear" else (32,)
+    op = getattr(torch.ops.inro_fx, name)
+    assert torch.equal(op(make(x), codes, scale, bias, *rest), op(make(x).contiguous(), codes, scale, bias, *rest))
+    close(op(x, codes.t().contiguous().t(), scale, bias, *rest), op(x, codes, scale, bias, *rest))
+
+
+@needs_library
+def test_an_id_outside_of_the_table_is_refused():
+    small = inro_fx.quantize_graph(torch.nn.Embedding(10, 32), torch.tensor([1, 2]))
+    for wrong in (10, -1):
+        with pytest.raises(IndexError):                        # as torch's own
+            small(torch.tensor([0, wrong]))
+        with pytest.raises(RuntimeError, match="out of range"):
+            torch.ops.inro_fx.embedding(torch.tensor([wrong]), small.weight_codes, small.weight_scale, 8, 0, 32, torch.float32)
 
 
 def test_without_the_library_everything_works_and_says_so():
@@ -176,17 +245,19 @@ def test_huge_outliers_and_sparse_rows():
         x[0, 0] = size
         if best_level() >= 0:
             assert torch.equal(linear_int8(x, codes, torch.ones(2, 1), None, 2), torch.full((1, 2), 63.0))
-    sparse = torch.zeros(1, 4096)
-    sparse[0, ::400] = 3.0
-    small, calls = inro_fx.quantize_graph(torch.nn.Linear(4096, 8), torch.randn(2, 4096)), []
-    from inro_fx.kernels import int8
-    original = int8._mend_wide_rows
-    int8._mend_wide_rows = lambda *a: calls.append(a)
-    try:
-        small(sparse)
-        assert calls == []
-    finally:
-        int8._mend_wide_rows = original
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_only_the_rows_with_outliers_run_in_floats(dtype, threads):
+    x, codes, scale, bias = operands(40, 512, 24)
+    x[::3, 7] = 5e4
+    x, bias = x.to(dtype), bias.to(dtype)
+    codes[:, 7] = 0
+    got = linear_int8(x, codes, scale, bias, 2, threads=threads)
+    close(got, torch.nn.functional.linear(x.double(), codes.double() * scale, bias.double()).to(dtype))
+    assert torch.equal(got[1::3], linear_int8(x[1::3], codes, scale, bias, 2))
 
 
 def test_outliers_under_autocast():
@@ -207,13 +278,13 @@ def test_the_kernels_read_nothing_that_is_not_there(wrong):
                 op(torch.ones(2, 8), right["codes"], right["scale"], right["bias"], *rest)
 
 
-def test_the_table_of_choices_is_total():
+def test_every_case_has_a_kernel():
     assert len(LEVELS) == 3
-    for op in {c.op for c in CHOICES}:
+    for op in ("linear", "linear_dynamic", "linear_static", "embedding", "dequantize"):
         for bits in (4, 8, 16):
             for group in (0, 32):
                 for columns in (0, 1, 64, 10**6):
                     for rows in (0, 1, 10**6):
                         assert kernel_for(op, bits, group, columns, rows) in ("c", "torch")
-    assert kernel_for("linear", 4, 32, 64, 1) == "torch"
-    assert set(inro_fx.kernels()) == {"library", "linear", "linear_dynamic", "linear_static"}
+    assert kernel_for("linear", 4, 32, 64, 10**6) == "torch"
+    assert set(inro_fx.kernels()) == {"library", "linear", "linear_dynamic", "linear_static", "linear_groups", "embedding", "dequantize"}

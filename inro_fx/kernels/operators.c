@@ -47,6 +47,7 @@ static struct {
     int32_t (*int64)(void);
     int32_t (*cpu)(void);
     int32_t (*strided)(void);
+    int32_t (*contiguous_format)(void);
 } torch;
 
 static int32_t dtypes[3], float64_dtype, int8_dtype, uint8_dtype, int32_dtype, int64_dtype, cpu, strided;
@@ -191,8 +192,18 @@ static const char *wrong_linear(const tensor *x, const tensor *codes, const tens
     return NULL;
 }
 
+/* The tensor on the stack, and on the stack a copy of it whose rows lie side by side if they do not. */
+static tensor in_rows(word *given) {
+    const tensor x = tensor_of(*given);
+    if (!x.plain || x.dim == 0 || row_step(&x) >= 0) return x;
+    word stack[2] = {*given, (word)(uint32_t)torch.contiguous_format()};
+    if (torch.call("aten::contiguous", "", stack, abi)) fail("no memory for the input of a linear");
+    *given = stack[0];
+    return tensor_of(*given);
+}
+
 static void linear(int op, const char *name, word *stack, const linear_arguments *a) {
-    const tensor x = tensor_of(stack[0]), codes = tensor_of(stack[1]), scale = tensor_of(stack[2]);
+    const tensor x = in_rows(stack), codes = tensor_of(stack[1]), scale = tensor_of(stack[2]);
     const tensor bias = a->bias ? tensor_of(optional(a->bias)) : (tensor){0};
     char text[128];
     const char *wrong = x.plain && codes.plain && scale.plain && (!a->bias || bias.plain)
