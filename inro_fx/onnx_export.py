@@ -101,6 +101,11 @@ def _by_name(model: nn.Module, shapes: tuple) -> dict[str, Any]:
 
 # ---- our operators: some become torch's before the translation, the rest have one of their own ----
 
+def _overloads(table: dict[Any, Any]) -> dict[Any, Any]:
+    """The same for the overloads that torch.export may leave of an operator."""
+    return {overload: function for operator, function in table.items() for overload in (operator, operator.overloadpacket.inference)}
+
+
 def _linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
     return torch.nn.functional.linear(x, dequantize(codes, scale, bits, group, columns, x.dtype), bias)
 
@@ -112,7 +117,7 @@ def _embedding(ids: Tensor, codes: Tensor, scale: Tensor, bits: int, group: int,
 
 
 def _decompositions() -> dict[Any, Callable]:
-    return {linear: _linear, embedding: _embedding}
+    return _overloads({linear: _linear, embedding: _embedding})
 
 
 def _translations() -> dict[Any, Callable]:
@@ -173,4 +178,4 @@ def _translations() -> dict[Any, Callable]:
         exact = op.Sub(product, op.Mul(input_zero, op.Transpose(sums, perm=[1, 0])))
         y = op.Mul(op.Mul(op.Cast(exact, to=FLOAT), input_scale), op.Transpose(scale, perm=[1, 0]))
         return op.CastLike(y if bias is None else op.Add(y, op.Cast(bias, to=FLOAT)), x)
-    return {dequantize: onnx_dequantize, linear_dynamic: onnx_linear_dynamic, linear_static: onnx_linear_static}
+    return _overloads({dequantize: onnx_dequantize, linear_dynamic: onnx_linear_dynamic, linear_static: onnx_linear_static})

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd import forward_ad
 from torch.fx.graph import _format_target
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_unflatten
@@ -361,7 +362,7 @@ def _past_autograd(operator: Any) -> Callable:
     run, grad_enabled = operator.overloadpacket.inference._op, torch.is_grad_enabled        # _op: a Python call less
 
     def call(*args: Any) -> Any:
-        if grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        if forward_ad._current_level >= 0 or grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return operator(*args)
         return run(*args)
     return call

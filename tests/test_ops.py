@@ -131,3 +131,16 @@ def test_memory_layout_of_the_input(name, layout):
     x = {"transposed": torch.randn(2, 8, 6).transpose(1, 2), "chunk": torch.randn(2, 6, 16).chunk(2, -1)[1],
          "expanded": torch.randn(1, 1, 8).expand(3, 5, 8), "sliced": torch.randn(4, 6, 16)[::2, 1:, ::2]}[layout]
     torch.testing.assert_close(small(x), small(x.contiguous()))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")         # torch.func.jvp uses it
+@pytest.mark.parametrize("scheme", ["int8", "int8_dynamic", "int4"])
+def test_forward_mode_derivatives_are_right_or_refused(scheme):
+    x, v = torch.randn(3, 64), torch.randn(3, 64)
+    small = inro_fx.quantize_graph(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)), x, scheme)
+    _, tangent = torch.func.jvp(small, (x,), (v,))
+    reference = torch.nn.functional.linear(x, small[0].weight, small[0].bias)
+    want = torch.nn.functional.linear(torch.nn.functional.linear(v, small[0].weight) * (reference > 0), small[2].weight)
+    assert (tangent - want).norm() < 1e-4 * want.norm()
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: torch.ops.inro_fx.linear_dynamic(x, torch.ones(8, 64, dtype=torch.int8), torch.ones(8, 1), None, 64), (x,), (v,))

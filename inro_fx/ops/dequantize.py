@@ -26,13 +26,5 @@ def fake(codes: Tensor, scale: Tensor, bits: int, group: int, columns: int, dtyp
     return codes.new_empty((codes.shape[0], columns), dtype=dtype)
 
 
-def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    """Nothing to keep: the inputs are constants."""
-
-
-def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
-    return (None,) * 6
-
-
 dequantize = define("dequantize(Tensor codes, Tensor scale, int bits, int group, int columns, ScalarType dtype) -> Tensor",
-                    reference, fake, setup, backward)
+                    reference, fake)

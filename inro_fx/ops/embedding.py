@@ -25,13 +25,5 @@ def fake(ids: Tensor, codes: Tensor, scale: Tensor, bits: int, group: int, colum
     return codes.new_empty((*ids.shape, columns), dtype=dtype)
 
 
-def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    """Nothing to keep: the table is constant."""
-
-
-def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
-    return (None,) * 7
-
-
 SCHEMA = "embedding(Tensor ids, Tensor codes, Tensor scale, int bits, int group, int columns, ScalarType dtype) -> Tensor"
-embedding = define(SCHEMA, reference, fake, setup, backward)
+embedding = define(SCHEMA, reference, fake)

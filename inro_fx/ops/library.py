@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..kernels import best_level
 
@@ -38,7 +39,8 @@ def define(schema: str, reference: Callable, fake: Callable, setup: Callable | N
     """Registers ``inro_fx::<schema>`` and gives back the overload to call.
 
     ``reference`` runs on any device, ``cpu`` in its place on CPUs where no kernel does, ``fake`` gives shapes and dtypes only;
-    ``setup(ctx, inputs, output)`` and ``backward(ctx, grad)`` are the autograd formula, as in ``torch.library.register_autograd``.
+    ``setup(ctx, inputs, output)`` and ``backward(ctx, grad)`` are the autograd formula, as in ``torch.library.register_autograd``;
+    forward-mode differentiation raises NotImplementedError, and a captured model then runs the user's own forward.
     """
     name, _, signature = schema.partition("(")
     for overload in (name, f"{name}.inference", f"{name}.reference"):
@@ -60,9 +62,8 @@ def _with_formula(name: str, inference: Callable, setup: Callable | None, backwa
     formula: Any = type(name, (torch.autograd.Function,), methods)
 
     def call(*args: Any) -> Any:
-        return formula.apply(*args) if torch.is_grad_enabled() and _any_requires_grad(args) else inference(*args)
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            raise NotImplementedError(f"inro_fx::{name} has no forward-mode derivative")
+        return formula.apply(*args) if torch.is_grad_enabled() and any(t.requires_grad for t in tensors) else inference(*args)
     return call
-
-
-def _any_requires_grad(args: tuple) -> bool:
-    return any(isinstance(a, Tensor) and a.requires_grad for a in args)
