@@ -81,7 +81,7 @@ class Capture:
             return "training mode"
         if _GLOBAL_HOOKS or _GLOBAL_PRE_HOOKS:
             return "global module hooks"
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if torch._C._is_any_autocast_enabled():
             return "autocast"
         if "grad" in self.call.facts and torch.is_grad_enabled():
             return "gradients through a no_grad block"
@@ -504,10 +504,9 @@ def _composed(user: type, parts: tuple[type, ...]) -> type:
                                  "__new__": lambda cls, *args, **kwargs: user(*args, **kwargs)}     # type(q)() is a plain one
     after: tuple[type, ...] = ()
     if GraphForward in parts:
-        @functools.wraps(user.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return GraphForward.forward(self, *args, **kwargs)
-        namespace["forward"] = forward
+        own = GraphForward.forward                     # a copy of it, with the name and signature of the user's
+        namespace["forward"] = functools.wraps(user.forward)(types.FunctionType(
+            own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__))
         namespace["__call__"] = user.__call__ if "__call__" in vars(user) else nn.Module.__call__
         if issubclass(user, fx.GraphModule):
             namespace.update(graph=_Borrowed("_inro_graph"), code=_Borrowed("_inro_code"), recompile=GraphView.recompile)

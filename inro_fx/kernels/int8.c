@@ -36,7 +36,35 @@ enum { BLOCKS = NR, PANELS_AVX2 = 16, PANELS_VNNI = 32 };       /* how results a
 
 /* ---- activations to integers ---- */
 
-static void quantize_row(const float *x, int64_t n, int64_t padded, int levels, int8_t *q, float *scale, int32_t *sums) {
+/* Is one number of the row so much larger than the others that two levels lose them? */
+static int is_wide(const float *x, int64_t n, float largest, double total, int64_t nonzero) {
+    double rest = total - largest;
+    if (nonzero > 1 && rest < 1e-3 * largest) {        /* the difference has lost the others: add them up alone */
+        int seen = 0;
+        rest = 0.0;
+        for (int64_t i = 0; i < n; i++) {
+            const float a = fabsf(x[i]);
+            if (a < largest || seen) rest += a;
+            else seen = 1;
+        }
+    }
+    return nonzero > 1 && rest > 0.0 && largest * (double)(nonzero - 1) > OUTLIER * rest;
+}
+
+static int wide_row(const float *x, int64_t n) {
+    float largest = 0.0f;
+    double total = 0.0;
+    int64_t nonzero = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const float a = fabsf(x[i]);
+        largest = a > largest ? a : largest;
+        total += a;
+        nonzero += a > 0.0f;
+    }
+    return is_wide(x, n, largest, total, nonzero);
+}
+
+static int quantize_row(const float *x, int64_t n, int64_t padded, int levels, int8_t *q, float *scale, int32_t *sums) {
     float largest = 0.0f;
     int finite = 1;
     for (int64_t i = 0; i < n; i++) {
@@ -51,7 +79,7 @@ static void quantize_row(const float *x, int64_t n, int64_t padded, int levels, 
     sums[0] = 0;
     if (levels == 2) sums[1] = 0;
     *scale = finite ? s : NAN;
-    if (!finite) return;
+    if (!finite) return 0;
     if (levels == 1) {
         int32_t sum = 0;
         for (int64_t i = 0; i < n; i++) {
@@ -77,34 +105,7 @@ static void quantize_row(const float *x, int64_t n, int64_t padded, int levels, 
         sums[0] = high_sum;
         sums[1] = low_sum;
     }
-}
-
-/* Is one number of the row so much larger than the others that two levels lose them? */
-static int is_wide(const float *x, int64_t n, float largest, double total, int64_t nonzero) {
-    double rest = total - largest;
-    if (nonzero > 1 && rest < 1e-6 * largest) {        /* the difference has lost the others: add them up alone */
-        int seen = 0;
-        rest = 0.0;
-        for (int64_t i = 0; i < n; i++) {
-            const float a = fabsf(x[i]);
-            if (a < largest || seen) rest += a;
-            else seen = 1;
-        }
-    }
-    return nonzero > 1 && rest > 0.0 && largest * (double)(nonzero - 1) > OUTLIER * rest;
-}
-
-static int wide_row(const float *x, int64_t n) {
-    float largest = 0.0f;
-    double total = 0.0;
-    int64_t nonzero = 0;
-    for (int64_t i = 0; i < n; i++) {
-        const float a = fabsf(x[i]);
-        largest = a > largest ? a : largest;
-        total += a;
-        nonzero += a > 0.0f;
-    }
-    return is_wide(x, n, largest, total, nonzero);
+    return levels == 2 && wide_row(x, n);
 }
 
 /* One level with a given scale and zero point; a row that holds NaN or infinity gets the scale NaN. */
@@ -188,17 +189,14 @@ static inline float reach_avx2(const float *x, int64_t n, int *finite) {
 }
 
 __attribute__((target("avx2,fma")))
-static void quantize_row_avx2(const float *x, int64_t n, int64_t padded, int levels, int8_t *q, float *scale, int32_t *sums) {
+static int quantize_row_avx2(const float *x, int64_t n, int64_t padded, int levels, int8_t *q, float *scale, int32_t *sums) {
     int finite;
     const float largest = reach_avx2(x, n, &finite);
     int64_t i;
     float steps = levels == 2 ? 16256.0f : 127.0f, s = largest / steps;
     if (s < 1.17549435e-38f) s = 1.0f;
     float inverse = 1.0f / s;
-    if (!finite || !(inverse <= 3.402823466e38f)) {    /* rare: the plain loop knows what to do */
-        quantize_row(x, n, padded, levels, q, scale, sums);
-        return;
-    }
+    if (!finite || !(inverse <= 3.402823466e38f)) return quantize_row(x, n, padded, levels, q, scale, sums);      /* rare */
     *scale = s;
     memset(q + n, 0, (size_t)(padded - n));
     if (levels == 2) memset(q + padded + n, 0, (size_t)(padded - n));
@@ -251,6 +249,7 @@ static void quantize_row_avx2(const float *x, int64_t n, int64_t padded, int lev
     }
     sums[0] = total[0];
     if (levels == 2) sums[1] = total[1];
+    return levels == 2 && wide_row_avx2(x, n);
 }
 #endif
 
@@ -589,10 +588,90 @@ static void columns_vnni(const int8_t *q, int64_t padded, int64_t rows, int leve
     PANEL(1)
 #undef PANEL
 }
+
+/* ---- activations to integers, sixteen at a time ---- */
+
+/* round(x / s), to the bit: x / s and x * (1 / s) round alike but close to a tie, where the division is done. */
+__attribute__((target(TARGET_VNNI), always_inline))
+static inline __m512 divide_and_round(__m512 x, __m512 s, __m512 inverse) {
+    __m512 v = _mm512_mul_ps(x, inverse), whole = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __mmask16 close = _mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_sub_ps(v, whole)), _mm512_set1_ps(0.4995f), _CMP_GT_OQ);
+    if (__builtin_expect(close, 0))
+        whole = _mm512_roundscale_ps(_mm512_div_ps(x, s), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return whole;
+}
+
+__attribute__((target(TARGET_VNNI), always_inline))
+static inline __mmask16 lanes_from(int64_t i, int64_t n) {
+    return n - i >= 16 ? (__mmask16)0xffff : n <= i ? 0 : (__mmask16)((1u << (n - i)) - 1);
+}
+
+__attribute__((target(TARGET_VNNI)))
+static int quantize_row_vnni(const float *x, int64_t n, int64_t padded, int levels, int8_t *q, float *scale, int32_t *sums) {
+    __m512 top = _mm512_setzero_ps(), all = top;
+    const __m512 limit = _mm512_set1_ps(3.402823466e38f);
+    __m512i count = _mm512_setzero_si512(), first = count, second = count;
+    __mmask16 bad = 0;
+    for (int64_t i = 0; i < n; i += 16) {
+        const __m512 a = _mm512_abs_ps(_mm512_maskz_loadu_ps(lanes_from(i, n), x + i));
+        top = _mm512_max_ps(top, a);
+        bad |= _mm512_cmp_ps_mask(a, limit, _CMP_NLE_UQ);
+        if (levels == 2) {
+            all = _mm512_add_ps(all, a);
+            count = _mm512_mask_add_epi32(count, _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ), count, _mm512_set1_epi32(1));
+        }
+    }
+    const float largest = _mm512_reduce_max_ps(top), total = levels == 2 ? _mm512_reduce_add_ps(all) : 0.0f;
+    const float steps = levels == 2 ? 16256.0f : 127.0f, step = largest / steps, s = step < 1.17549435e-38f ? 1.0f : step, inverse = 1.0f / s;
+    if (bad || !(inverse <= 3.402823466e38f) || !(total <= 3.402823466e38f))        /* rare: the plain loop knows what to do */
+        return quantize_row(x, n, padded, levels, q, scale, sums);
+    *scale = s;
+    const __m512 by = _mm512_set1_ps(s), times = _mm512_set1_ps(inverse), high = _mm512_set1_ps(steps), low = _mm512_set1_ps(-steps);
+    for (int64_t i = 0; i < padded; i += 16) {
+        const __m512 v = _mm512_maskz_loadu_ps(lanes_from(i, n), x + i);
+        const __m512 value = levels == 2 ? _mm512_mul_ps(v, times) : divide_and_round(v, by, times);
+        __m512i whole = _mm512_cvtps_epi32(_mm512_max_ps(_mm512_min_ps(value, high), low));
+        if (levels == 2) {
+            const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(64)), 7);
+            whole = _mm512_sub_epi32(whole, _mm512_slli_epi32(upper, 7));
+            first = _mm512_add_epi32(first, upper);
+            second = _mm512_add_epi32(second, whole);
+            _mm_storeu_si128((__m128i *)(q + i), _mm512_cvtepi32_epi8(upper));
+            _mm_storeu_si128((__m128i *)(q + padded + i), _mm512_cvtepi32_epi8(whole));
+        } else {
+            first = _mm512_add_epi32(first, whole);
+            _mm_storeu_si128((__m128i *)(q + i), _mm512_cvtepi32_epi8(whole));
+        }
+    }
+    sums[0] = _mm512_reduce_add_epi32(first);
+    if (levels == 1) return 0;
+    sums[1] = _mm512_reduce_add_epi32(second);
+    return is_wide(x, n, largest, (double)total, _mm512_reduce_add_epi32(count));
+}
+
+__attribute__((target(TARGET_VNNI)))
+static void quantize_fixed_vnni(const float *x, int64_t n, int64_t padded, float s, float zero, int8_t *q, float *scale, int32_t *sums) {
+    const __m512 by = _mm512_set1_ps(s), times = _mm512_set1_ps(1.0f / s), plus = _mm512_set1_ps(zero);
+    const __m512 far = _mm512_set1_ps(300.0f * s), high = _mm512_set1_ps(127.0f), low = _mm512_set1_ps(-127.0f);
+    __m512i sum = _mm512_setzero_si512();
+    __mmask16 bad = 0;
+    for (int64_t i = 0; i < padded; i += 16) {
+        const __mmask16 some = lanes_from(i, n);
+        const __m512 v = _mm512_maskz_loadu_ps(some, x + i);
+        bad |= _mm512_cmp_ps_mask(_mm512_abs_ps(v), _mm512_set1_ps(3.402823466e38f), _CMP_NLE_UQ);
+        const __m512 near = _mm512_max_ps(_mm512_min_ps(v, far), _mm512_sub_ps(_mm512_setzero_ps(), far));      /* clamped either way */
+        const __m512 value = _mm512_add_ps(divide_and_round(near, by, times), plus);
+        const __m512i whole = _mm512_maskz_cvtps_epi32(some, _mm512_max_ps(_mm512_min_ps(value, high), low));
+        sum = _mm512_add_epi32(sum, whole);
+        _mm_storeu_si128((__m128i *)(q + i), _mm512_cvtepi32_epi8(whole));
+    }
+    sums[0] = _mm512_reduce_add_epi32(sum);
+    *scale = bad ? NAN : s;
+}
 #endif
 
 typedef void (*block_function)(const int8_t *, int64_t, int, const int8_t *const *, int, int64_t, const int32_t *, int32_t[MR][NR]);
-typedef void (*quantize_function)(const float *, int64_t, int64_t, int, int8_t *, float *, int32_t *);
+typedef int (*quantize_function)(const float *, int64_t, int64_t, int, int8_t *, float *, int32_t *);     /* 1: too wide for two levels */
 typedef void (*fixed_function)(const float *, int64_t, int64_t, float, float, int8_t *, float *, int32_t *);
 
 typedef struct {
@@ -670,15 +749,13 @@ static void quantize_rows(const job *j, int64_t start, int64_t first, int64_t la
             continue;
         }
 #ifdef X86
-        if (j->levels == 2) to->wide[r] = (unsigned char)(j->level >= AVX2 ? wide_row_avx2(x, j->in) : wide_row(x, j->in));
         if (way == PANELS_AVX2) {
             quantize_wide_avx2(x, j->in, j->padded, j->levels, (int16_t *)to->q + r * j->padded, to->scale + r);
+            to->wide[r] = (unsigned char)(j->levels == 2 && wide_row_avx2(x, j->in));
             continue;
         }
-#else
-        if (j->levels == 2) to->wide[r] = (unsigned char)wide_row(x, j->in);
 #endif
-        j->quantize(x, j->in, j->padded, j->levels, to->q + r * j->levels * j->padded, to->scale + r, to->sums + r * j->levels);
+        to->wide[r] = (unsigned char)j->quantize(x, j->in, j->padded, j->levels, to->q + r * j->levels * j->padded, to->scale + r, to->sums + r * j->levels);
     }
 }
 
@@ -803,7 +880,7 @@ int inro_linear(const void *x, int64_t rows, int64_t in, int64_t stride, const i
              level < 0 ? inro_level() : level, dtype, block_portable, quantize_row, quantize_fixed_portable, fixed, zero, column_sums};
 #ifdef X86
     if (j.level >= AVX2) { j.block = block_avx2; j.quantize = quantize_row_avx2; j.quantize_fixed = quantize_fixed_avx2; }
-    if (j.level >= VNNI) j.block = block_vnni;
+    if (j.level >= VNNI) { j.block = block_vnni; j.quantize = quantize_row_vnni; j.quantize_fixed = quantize_fixed_vnni; }
 #endif
     threads = inro_threads(threads, (double)rows * in * out * levels);
     const int64_t chunks = (rows + CHUNK - 1) / CHUNK;
