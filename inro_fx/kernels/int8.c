@@ -9,6 +9,8 @@
    off in the epilogue. Two levels hold 15 bits of each activation: as good as float activations beside int8 weights,
    and two integer products cost less than one of floats where the CPU multiplies bytes (VNNI).
 
+   bfloat16 activations are multiplied as they are where the CPU does that and rows are many: a code is a bfloat16, too.
+
    Fifteen bits are too few where one activation is hundreds of times the others: such a row is computed in floats.
 
    Weights stay as they are stored. For few rows of x both operands run along `in`, and a block of 6 x 4 results keeps its sums
@@ -28,9 +30,12 @@
 #include <omp.h>
 #endif
 
-enum { STEP = 64, MR = 6, NR = 4, CHUNK = 192, MANY = 12, MANY_AVX2 = 6 };
-/* bytes of a step along `in`; block of results; rows of x at a time; rows of integers from which transposing pays */
-enum { BLOCKS = NR, PANELS_AVX2 = 16, PANELS_VNNI = 32 };       /* how results are computed, by the columns that go together */
+enum { STEP = 64, MR = 6, NR = 4, MANY = 12, MANY_AVX2 = 6, MANY_BFLOAT16 = 96 };
+/* bytes of a step along `in`; block of results; rows from which transposing the weights pays */
+enum { BLOCKS, PANELS_AVX2, PANELS_VNNI, PANELS_BFLOAT16 };     /* how results are computed */
+static const int columns_of[] = {NR, 16, 32, 32};                /* that go together */
+
+enum { CHUNK_BYTES = 1 << 20 };
 
 #define OUTLIER 350.0                                 /* one number against the mean of the others: they keep about 0.5 % */
 
@@ -494,39 +499,43 @@ static void block_vnni(const int8_t *x, int64_t padded, int m, const int8_t *con
 
 /* ---- many rows: 32 columns of weights, transposed to [in / 4][32][4] and made unsigned, against 12 rows of x ---- */
 
+/* Sixteen columns of 64 codes, as sixteen vectors of 16 columns x 4 codes: a transposition of words of four bytes in four rounds. */
+__attribute__((target(TARGET_VNNI), always_inline))
+static inline void transpose_sixteen(const int8_t *codes, int64_t in, int64_t left, int width, __m512i a[16]) {
+    const __mmask64 some = left >= STEP ? (__mmask64)-1 : left > 0 ? (__mmask64)-1 >> (STEP - left) : 0;
+    __m512i b[16];
+    for (int j = 0; j < 16; j++) {
+        _mm_prefetch((const char *)(codes + (j + 32) * in), _MM_HINT_T1);
+        a[j] = j < width ? _mm512_maskz_loadu_epi8(some, codes + j * in) : _mm512_setzero_si512();
+    }
+    for (int j = 0; j < 16; j += 2) {
+        b[j] = _mm512_unpacklo_epi32(a[j], a[j + 1]);
+        b[j + 1] = _mm512_unpackhi_epi32(a[j], a[j + 1]);
+    }
+    for (int j = 0; j < 16; j += 4)
+        for (int i = 0; i < 2; i++) {
+            a[j + 2 * i] = _mm512_unpacklo_epi64(b[j + i], b[j + i + 2]);
+            a[j + 2 * i + 1] = _mm512_unpackhi_epi64(b[j + i], b[j + i + 2]);
+        }
+    for (int j = 0; j < 16; j += 8)
+        for (int i = 0; i < 4; i++) {
+            b[j + i] = _mm512_shuffle_i32x4(a[j + i], a[j + i + 4], 0x88);
+            b[j + i + 4] = _mm512_shuffle_i32x4(a[j + i], a[j + i + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
+        a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
+    }
+}
+
 __attribute__((target(TARGET_VNNI)))
-static void transpose_vnni(const int8_t *codes, int64_t in, int64_t padded, int width, uint8_t *packed) {
+static void transpose_vnni(const int8_t *codes, int64_t in, int width, uint8_t *packed) {
     const __m512i flip = _mm512_set1_epi8((char)0x80);
     for (int half = 0; half < 2; half++)
-        for (int64_t p = 0; p < padded; p += STEP) {
-            const int64_t left = in - p;
-            const __mmask64 some = left >= STEP ? (__mmask64)-1 : left > 0 ? (__mmask64)-1 >> (STEP - left) : 0;
-            __m512i a[16], b[16];
-            for (int j = 0; j < 16; j++) {
-                const int column = half * 16 + j;
-                _mm_prefetch((const char *)(codes + (column + 32) * in + p), _MM_HINT_T1);
-                __m512i row = column < width ? _mm512_maskz_loadu_epi8(some, codes + column * in + p) : _mm512_setzero_si512();
-                a[j] = _mm512_xor_si512(row, flip);
-            }
-            for (int j = 0; j < 16; j += 2) {          /* a transposition of 16 x 16 words of four bytes, in four rounds */
-                b[j] = _mm512_unpacklo_epi32(a[j], a[j + 1]);
-                b[j + 1] = _mm512_unpackhi_epi32(a[j], a[j + 1]);
-            }
-            for (int j = 0; j < 16; j += 4)
-                for (int i = 0; i < 2; i++) {
-                    a[j + 2 * i] = _mm512_unpacklo_epi64(b[j + i], b[j + i + 2]);
-                    a[j + 2 * i + 1] = _mm512_unpackhi_epi64(b[j + i], b[j + i + 2]);
-                }
-            for (int j = 0; j < 16; j += 8)
-                for (int i = 0; i < 4; i++) {
-                    b[j + i] = _mm512_shuffle_i32x4(a[j + i], a[j + i + 4], 0x88);
-                    b[j + i + 4] = _mm512_shuffle_i32x4(a[j + i], a[j + i + 4], 0xdd);
-                }
-            for (int i = 0; i < 8; i++) {
-                a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
-                a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
-            }
-            for (int i = 0; i < 16; i++) _mm512_storeu_si512(packed + ((p / 4 + i) * 2 + half) * 64, a[i]);
+        for (int64_t p = 0; p < in; p += STEP) {
+            __m512i words[16];
+            transpose_sixteen(codes + half * 16 * in + p, in, in - p, width - half * 16, words);
+            for (int i = 0; i < 16; i++) _mm512_storeu_si512(packed + ((p / 4 + i) * 2 + half) * 64, _mm512_xor_si512(words[i], flip));
         }
 }
 
@@ -550,10 +559,10 @@ static inline void finish_vnni(__m512i high, int32_t high_sum, __m512i low, int3
 #define KEEP2(i) left[i] = a##i; right[i] = b##i;
 #define PANEL_VNNI(M) \
 __attribute__((target(TARGET_VNNI))) \
-static void panel##M##_vnni(const int8_t *x, int64_t padded, int levels, const uint8_t *packed, const int32_t *sums, const float *x_scale, \
+static void panel##M##_vnni(const int8_t *x, int64_t padded, int64_t in, int levels, const uint8_t *packed, const int32_t *sums, const float *x_scale, \
                             const float *by, const float *plus, float *y, int64_t out, int width) { \
     DO##M(ZERO2) \
-    for (int64_t p = 0; p < padded / 4; p++) { \
+    for (int64_t p = 0; p < (in + 3) / 4; p++) { \
         const __m512i w0 = _mm512_load_si512(packed + p * 128), w1 = _mm512_load_si512(packed + p * 128 + 64); \
         DO##M(MULTIPLY2) \
     } \
@@ -575,12 +584,12 @@ PANEL_VNNI(2)
 PANEL_VNNI(1)
 
 __attribute__((target(TARGET_VNNI)))
-static void columns_vnni(const int8_t *q, int64_t padded, int64_t rows, int levels, const uint8_t *packed, const int32_t *sums,
+static void columns_vnni(const int8_t *q, int64_t padded, int64_t in, int64_t rows, int levels, const uint8_t *packed, const int32_t *sums,
                          const float *x_scale, const float *by, const float *plus, float *y, int64_t out, int width) {
     int64_t r = 0;                                    /* of q: a row of x is `levels` of them */
     const int64_t all = rows * levels;
 #define PANEL(M) for (; r + M <= all; r += M) \
-        panel##M##_vnni(q + r * padded, padded, levels, packed, sums + r, x_scale + r / levels, by, plus, y + r / levels * out, out, width);
+        panel##M##_vnni(q + r * padded, padded, in, levels, packed, sums + r, x_scale + r / levels, by, plus, y + r / levels * out, out, width);
     PANEL(12)
     PANEL(8)
     PANEL(4)
@@ -588,6 +597,69 @@ static void columns_vnni(const int8_t *q, int64_t padded, int64_t rows, int leve
     PANEL(1)
 #undef PANEL
 }
+
+#ifdef TARGET_BFLOAT16
+/* ---- many rows of bfloat16: 32 columns of codes as bfloat16, transposed to [in / 2][32][2], against 12 rows of x ---- */
+
+__attribute__((target(TARGET_BFLOAT16)))
+static void transpose_bfloat16(const int8_t *codes, int64_t in, int width, uint8_t *packed) {
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+    for (int half = 0; half < 2; half++)
+        for (int64_t p = 0; p < in; p += STEP) {
+            __m512i words[16];
+            transpose_sixteen(codes + half * 16 * in + p, in, in - p, width - half * 16, words);
+            for (int i = 0; i < 16; i++) {
+                __m512i code[4];                       /* as floats, of which a code needs the upper half */
+                for (int j = 0; j < 4; j++)
+                    code[j] = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sllv_epi32(words[i], _mm512_set1_epi32(24 - 8 * j)), 24)));
+                for (int j = 0; j < 4; j += 2)
+                    _mm512_storeu_si512(packed + ((p / 2 + 2 * i + j / 2) * 2 + half) * 64,
+                                        _mm512_or_si512(_mm512_and_si512(code[j + 1], upper), _mm512_srli_epi32(code[j], 16)));
+            }
+        }
+}
+
+#define ZERO_BF(i) __m512 a##i = _mm512_setzero_ps(), b##i = a##i;
+#define MULTIPLY_BF(i) { \
+    int32_t two; \
+    memcpy(&two, x + (i * padded + 2 * p) * 2, 4); \
+    const __m512bh v = (__m512bh)_mm512_set1_epi32(two); \
+    a##i = _mm512_dpbf16_ps(a##i, w0, v); b##i = _mm512_dpbf16_ps(b##i, w1, v); }
+#define STORE_BF(i) { \
+    float *to = y + i * out; \
+    _mm512_mask_storeu_ps(to, first, _mm512_add_ps(_mm512_mul_ps(a##i, _mm512_loadu_ps(by)), _mm512_loadu_ps(plus))); \
+    if (second) _mm512_mask_storeu_ps(to + 16, second, _mm512_add_ps(_mm512_mul_ps(b##i, _mm512_loadu_ps(by + 16)), _mm512_loadu_ps(plus + 16))); }
+#define PANEL_BF(M) \
+__attribute__((target(TARGET_BFLOAT16))) \
+static void panel##M##_bfloat16(const char *x, int64_t padded, int64_t in, const uint8_t *packed, const float *by, const float *plus, float *y, \
+                                int64_t out, int width) { \
+    const __mmask16 first = width >= 16 ? 0xffff : (__mmask16)((1 << width) - 1); \
+    const __mmask16 second = width >= 32 ? 0xffff : width > 16 ? (__mmask16)((1 << (width - 16)) - 1) : 0; \
+    DO##M(ZERO_BF) \
+    for (int64_t p = 0; p < (in + 1) / 2; p++) { \
+        const __m512bh w0 = (__m512bh)_mm512_load_si512(packed + p * 128), w1 = (__m512bh)_mm512_load_si512(packed + p * 128 + 64); \
+        DO##M(MULTIPLY_BF) \
+    } \
+    DO##M(STORE_BF) \
+}
+PANEL_BF(12)
+PANEL_BF(8)
+PANEL_BF(4)
+PANEL_BF(2)
+PANEL_BF(1)
+
+static void columns_bfloat16(const char *x, int64_t padded, int64_t in, int64_t rows, const uint8_t *packed, const float *by, const float *plus,
+                             float *y, int64_t out, int width) {
+    int64_t r = 0;
+#define PANEL(M) for (; r + M <= rows; r += M) panel##M##_bfloat16(x + r * padded * 2, padded, in, packed, by, plus, y + r * out, out, width);
+    PANEL(12)
+    PANEL(8)
+    PANEL(4)
+    PANEL(2)
+    PANEL(1)
+#undef PANEL
+}
+#endif
 
 /* ---- activations to integers, sixteen at a time ---- */
 
@@ -679,7 +751,7 @@ typedef struct {
     const float *scale;
     const int8_t *codes;
     char *y;
-    int64_t rows, in, stride, out, scale_step, padded;
+    int64_t rows, in, stride, out, scale_step, padded, chunk;        /* rows at a time, whose integers stay in the second-level cache */
     int levels, level, dtype;
     block_function block;
     quantize_function quantize;
@@ -688,7 +760,7 @@ typedef struct {
     const int32_t *zero, *column_sums;
 } job;
 
-/* What threads work with, for up to CHUNK rows of x. `y` are the results as floats where x is
+/* What threads work with, for up to `chunk` rows of x. `y` are the results as floats where x is
    of half precision, `lines` one row as floats for each thread; `wide` says of each row whether two levels are too few for it. */
 typedef struct {
     int8_t *q;
@@ -720,6 +792,7 @@ static int take(const job *j, int64_t rows, int threads, scratch *to) {
 }
 
 static int way_of(const job *j, int64_t rows) {
+    if (j->dtype == BFLOAT16 && j->levels == 2 && rows >= MANY_BFLOAT16 && j->level >= VNNI && has_bfloat16()) return PANELS_BFLOAT16;
     if (j->level >= VNNI && rows * j->levels >= MANY) return PANELS_VNNI;
     if (j->level == AVX2 && rows >= MANY_AVX2 && (j->levels == 2 || j->in < 512 || j->in % 32)) return PANELS_AVX2;
     return BLOCKS;
@@ -735,8 +808,14 @@ static const float *row_of(const job *j, int64_t r, float *line) {
 
 static void quantize_rows(const job *j, int64_t start, int64_t first, int64_t last, int way, const scratch *to, float *line) {
     for (int64_t r = first; r < last; r++) {
-        const float *x = row_of(j, start + r, line);
         to->wide[r] = 0;
+        if (way == PANELS_BFLOAT16) {                  /* as it is, zero beyond `in` */
+            char *row = (char *)to->q + r * j->padded * 2;
+            memcpy(row, j->x + (start + r) * j->stride * 2, (size_t)j->in * 2);
+            memset(row + j->in * 2, 0, (size_t)(j->padded - j->in) * 2);
+            continue;
+        }
+        const float *x = row_of(j, start + r, line);
         if (j->fixed) {
             /* int16 panels: the bytes go to the upper half of the row and are widened from there, front to back */
             int8_t *q = to->q + r * j->padded * (way == PANELS_AVX2 ? 2 : 1), *bytes = q + (way == PANELS_AVX2 ? j->padded : 0);
@@ -763,19 +842,20 @@ static float bias_of(const job *j, int64_t column) {
     return j->bias ? one_of(j->bias, j->dtype, column) : 0.0f;
 }
 
-/* Results of `here` rows from `start`, for the columns `first * way` to `last * way`, into y [here, out]; 0 if memory ran out. */
+/* Results of `here` rows from `start`, for blocks of columns from `first` to `last`, into y [here, out]; 0 if memory ran out. */
 static int multiply(const job *j, int64_t start, int64_t here, int64_t first, int64_t last, int way, const scratch *from, float *y,
                     float *line) {
     const int levels = j->levels;
     const float shift = j->fixed ? (float)*j->zero * *j->fixed : 0.0f;
-    void *packed = way == BLOCKS ? NULL : aligned((size_t)j->padded * 32);
+    const int columns = columns_of[way];
+    void *packed = way == BLOCKS ? NULL : aligned((size_t)j->padded * (way == PANELS_BFLOAT16 ? 64 : 32));
     if (way != BLOCKS && !packed) return 0;
     for (int64_t b = first; b < last; b++) {
-        const int64_t n = b * way;
-        const int width = j->out - n < way ? (int)(j->out - n) : way;
+        const int64_t n = b * columns;
+        const int width = j->out - n < columns ? (int)(j->out - n) : columns;
         float by[32], plus[32];
         const int8_t *w[32];
-        for (int i = 0; i < way; i++) {                /* beyond the last column, the last one again */
+        for (int i = 0; i < columns; i++) {            /* beyond the last column, the last one again */
             const int64_t column = n + (i < width ? i : width - 1);
             by[i] = j->scale[column * j->scale_step];
             const float zeros = j->fixed ? shift * (float)j->column_sums[column] * by[i] : 0.0f;
@@ -784,10 +864,17 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
         }
 #ifdef X86
         if (way == PANELS_VNNI) {
-            transpose_vnni(w[0], j->in, j->padded, width, packed);
-            columns_vnni(from->q, j->padded, here, levels, packed, from->sums, from->scale, by, plus, y + n, j->out, width);
+            transpose_vnni(w[0], j->in, width, packed);
+            columns_vnni(from->q, j->padded, j->in, here, levels, packed, from->sums, from->scale, by, plus, y + n, j->out, width);
             continue;
         }
+#ifdef TARGET_BFLOAT16
+        if (way == PANELS_BFLOAT16) {
+            transpose_bfloat16(w[0], j->in, width, packed);
+            columns_bfloat16((const char *)from->q, j->padded, j->in, here, packed, by, plus, y + n, j->out, width);
+            continue;
+        }
+#endif
         if (way == PANELS_AVX2) {
             transpose_avx2(w[0], j->in, j->padded, width, packed);
             columns_avx2((const int16_t *)from->q, j->padded, here, levels, packed, from->scale, by, plus, y + n, j->out, width);
@@ -810,11 +897,11 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
         }
     }
     free(packed);
-    const int64_t end = last * way < j->out ? last * way : j->out;
+    const int64_t end = last * columns < j->out ? last * columns : j->out;
     for (int64_t r = 0; r < here; r++) {               /* floats for the rows that are too wide for two levels */
         if (!from->wide[r]) continue;
         const float *x = row_of(j, start + r, line);
-        for (int64_t n = first * way; n < end; n++)
+        for (int64_t n = first * columns; n < end; n++)
             y[r * j->out + n] = dot(x, j->codes + n * j->in, j->in, j->level) * j->scale[n * j->scale_step] + bias_of(j, n);
     }
     return 1;
@@ -824,7 +911,7 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
 static int one_chunk(const job *j, int64_t start, int64_t here, const scratch *with, int part, int parts) {
     float *line = with->lines + part * (int64_t)(round_up((size_t)j->in * sizeof(float)) / sizeof(float));
     const int way = way_of(j, here);
-    const int64_t blocks = (j->out + way - 1) / way;
+    const int64_t blocks = (j->out + columns_of[way] - 1) / columns_of[way];
     float *y = j->dtype == FLOAT32 ? (float *)j->y + start * j->out : with->y;
     quantize_rows(j, start, share(here, part, parts), share(here, part + 1, parts), way, with, line);
     if (parts > 1) {
@@ -849,11 +936,11 @@ static int many_chunks(const job *j, int64_t chunks, int threads) {    /* each t
     #pragma omp parallel num_threads(threads) reduction(|| : failed)
     {
         scratch own;
-        const int ready = take(j, CHUNK, 1, &own);
+        const int ready = take(j, j->chunk, 1, &own);
         failed = !ready;
         #pragma omp for schedule(static)
         for (int64_t c = 0; c < chunks; c++) {
-            const int64_t start = c * CHUNK, here = j->rows - start < CHUNK ? j->rows - start : CHUNK;
+            const int64_t start = c * j->chunk, here = j->rows - start < j->chunk ? j->rows - start : j->chunk;
             if (ready && !one_chunk(j, start, here, &own, 0, 1)) failed = 1;
         }
         if (ready) free(own.memory);
@@ -863,8 +950,8 @@ static int many_chunks(const job *j, int64_t chunks, int threads) {    /* each t
 
 static int few_chunks(const job *j, const scratch *shared, int part, int parts) {
     int done = 1;
-    for (int64_t start = 0; start < j->rows; start += CHUNK)
-        if (!one_chunk(j, start, j->rows - start < CHUNK ? j->rows - start : CHUNK, shared, part, parts)) done = 0;
+    for (int64_t start = 0; start < j->rows; start += j->chunk)
+        if (!one_chunk(j, start, j->rows - start < j->chunk ? j->rows - start : j->chunk, shared, part, parts)) done = 0;
     return done;
 }
 
@@ -876,17 +963,26 @@ int inro_linear(const void *x, int64_t rows, int64_t in, int64_t stride, const i
                 int64_t scale_step, const void *bias, void *y, int dtype, int levels, int threads, int level, const float *fixed,
                 const int32_t *zero, const int32_t *column_sums) {
     if (rows == 0 || out == 0) return 0;
-    job j = {x, bias, scale, codes, y, rows, in, stride, out, scale_step, (in + STEP - 1) / STEP * STEP + (in == 0 ? STEP : 0), levels,
+    const int64_t blocks = (in + STEP - 1) / STEP + (in == 0);
+    /* rows of q a power of two apart would all want the same lines of the first-level cache */
+    const int64_t padded = (blocks + (blocks % 16 == 0)) * STEP;
+    job j = {x, bias, scale, codes, y, rows, in, stride, out, scale_step, padded, CHUNK_BYTES / padded / 24 * 12, levels,
              level < 0 ? inro_level() : level, dtype, block_portable, quantize_row, quantize_fixed_portable, fixed, zero, column_sums};
 #ifdef X86
     if (j.level >= AVX2) { j.block = block_avx2; j.quantize = quantize_row_avx2; j.quantize_fixed = quantize_fixed_avx2; }
     if (j.level >= VNNI) { j.block = block_vnni; j.quantize = quantize_row_vnni; j.quantize_fixed = quantize_fixed_vnni; }
 #endif
+    if (j.chunk < 96) j.chunk = 96;
+    if (j.chunk > 1008) j.chunk = 1008;
     threads = inro_threads(threads, (double)rows * in * out * levels);
-    const int64_t chunks = (rows + CHUNK - 1) / CHUNK;
-    if (threads > 1 && chunks >= 2 * threads) return many_chunks(&j, chunks, threads) ? 0 : -1;
+    int64_t chunks = (rows + j.chunk - 1) / j.chunk;
+    if (threads > 1 && chunks >= 2 * threads) {
+        chunks = (chunks + threads - 1) / threads * threads;           /* as many for each */
+        j.chunk = ((rows + chunks - 1) / chunks + 11) / 12 * 12;
+        return many_chunks(&j, (rows + j.chunk - 1) / j.chunk, threads) ? 0 : -1;
+    }
     scratch shared;                                    /* few rows: the threads share them and split the columns */
-    if (!take(&j, rows < CHUNK ? rows : CHUNK, threads, &shared)) return -1;
+    if (!take(&j, rows < j.chunk ? rows : j.chunk, threads, &shared)) return -1;
     int failed = 0;
     if (threads == 1) failed = !few_chunks(&j, &shared, 0, 1);
     else {

@@ -10,6 +10,9 @@
 #include <immintrin.h>
 #define X86 1
 #define TARGET_VNNI "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma"
+#if defined(__clang__) || __GNUC__ >= 10
+#define TARGET_BFLOAT16 TARGET_VNNI ",avx512bf16"
+#endif
 #endif
 
 enum { PORTABLE = 0, AVX2 = 1, VNNI = 2 };             /* levels of instructions */
@@ -19,6 +22,7 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };       /* dtypes of activations 
 int inro_level(void);
 void inro_limit_level(int level);
 #pragma GCC visibility push(hidden)                   /* so that no library with the same names takes their place */
+int has_bfloat16(void);
 int inro_threads(int wanted, double products);
 size_t size_of(int dtype);
 void *aligned(size_t size);

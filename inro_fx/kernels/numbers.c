@@ -24,12 +24,23 @@ int inro_level(void) {
         int found = PORTABLE;
 #ifdef X86
         __builtin_cpu_init();
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found = AVX2;
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found = AVX2;     /* such CPUs have f16c, too */
         if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) found = VNNI;
 #endif
         level = found;
     }
     return level < highest ? level : highest;
+}
+
+/* Does this CPU multiply pairs of bfloat16? */
+int has_bfloat16(void) {
+#ifdef TARGET_BFLOAT16
+    static int found = -1;
+    if (found < 0) found = inro_level() >= VNNI && __builtin_cpu_supports("avx512bf16");
+    return found;
+#else
+    return 0;
+#endif
 }
 
 /* From now on no better instructions than these are used: to try what another CPU would do. */
@@ -103,10 +114,22 @@ static inline float dot_loop(const float *x, const int8_t *codes, int64_t n) {
 }
 
 #ifdef X86
-__attribute__((target("avx2")))
-static void widen_avx2(const uint16_t *from, int dtype, int64_t n, float *to) { widen_loop(from, dtype, n, to); }
-__attribute__((target("avx2")))
-static void narrow_avx2(const float *from, int64_t n, int dtype, uint16_t *to) { narrow_loop(from, n, dtype, to); }
+__attribute__((target("avx2,f16c")))
+static void widen_avx2(const uint16_t *from, int dtype, int64_t n, float *to) {
+    int64_t i = 0;
+    if (dtype == FLOAT16)
+        for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+    widen_loop(from + i, dtype, n - i, to + i);
+}
+
+__attribute__((target("avx2,f16c")))
+static void narrow_avx2(const float *from, int64_t n, int dtype, uint16_t *to) {
+    int64_t i = 0;
+    if (dtype == FLOAT16)
+        for (; i + 8 <= n; i += 8) _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    narrow_loop(from + i, n - i, dtype, to + i);
+}
+
 __attribute__((target("avx2")))
 static float dot_avx2(const float *x, const int8_t *codes, int64_t n) { return dot_loop(x, codes, n); }
 #endif
