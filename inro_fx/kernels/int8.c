@@ -976,7 +976,8 @@ int inro_linear(const void *x, int64_t rows, int64_t in, int64_t stride, const i
     if (j.chunk > 1008) j.chunk = 1008;
     threads = inro_threads(threads, (double)rows * in * out * levels);
     int64_t chunks = (rows + j.chunk - 1) / j.chunk;
-    if (threads > 1 && chunks >= 2 * threads) {
+    /* Rows of its own need no other thread's integers, and all of the weights transposed by each. */
+    if (threads > 1 && (chunks >= 2 * threads || (rows >= out && rows >= MANY * threads))) {
         chunks = (chunks + threads - 1) / threads * threads;           /* as many for each */
         j.chunk = ((rows + chunks - 1) / chunks + 11) / 12 * 12;
         return many_chunks(&j, (rows + j.chunk - 1) / j.chunk, threads) ? 0 : -1;

@@ -46,8 +46,11 @@ int has_bfloat16(void) {
 /* From now on no better instructions than these are used: to try what another CPU would do. */
 void inro_limit_level(int level) { highest = level; }
 
-/* Starting and joining a team takes about as long as this many products. */
-int inro_threads(int wanted, double products) { return in_child || products < 200000.0 || wanted < 1 ? 1 : wanted; }
+/* Threads that pay for so many products of bytes. Starting and joining a team takes microseconds, more where cores share no cache. */
+int inro_threads(int wanted, double products) {
+    static const double cost[] = {16.0, 2.0, 1.0};     /* of a product at each level */
+    return in_child || products * cost[inro_level()] < 400000.0 || wanted < 1 ? 1 : wanted;
+}
 
 size_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
