@@ -30,7 +30,7 @@
 #include <omp.h>
 #endif
 
-enum { STEP = 64, MR = 6, NR = 4, MANY = 12, MANY_AVX2 = 6, MANY_BFLOAT16 = 96 };
+enum { STEP = 64, MR = 6, NR = 4, MANY = 6, MANY_AVX2 = 6, MANY_BFLOAT16 = 96 };
 /* bytes of a step along `in`; block of results; rows from which transposing the weights pays */
 enum { BLOCKS, PANELS_AVX2, PANELS_VNNI, PANELS_BFLOAT16 };     /* how results are computed */
 static const int columns_of[] = {NR, 16, 32, 32};                /* that go together */
