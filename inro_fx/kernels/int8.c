@@ -497,6 +497,8 @@ static void block_vnni(const int8_t *x, int64_t padded, int m, const int8_t *con
     }
 }
 
+/* The first panel asks the memory for the weights of the `next` columns, which lie in a row, while it computes. */
+
 /* ---- many rows: 32 columns of weights, transposed to [in / 4][32][4] and made unsigned, against 12 rows of x ---- */
 
 /* Sixteen columns of 64 codes, as sixteen vectors of 16 columns x 4 codes: a transposition of words of four bytes in four rounds. */
@@ -505,7 +507,6 @@ static inline void transpose_sixteen(const int8_t *codes, int64_t in, int64_t le
     const __mmask64 some = left >= STEP ? (__mmask64)-1 : left > 0 ? (__mmask64)-1 >> (STEP - left) : 0;
     __m512i b[16];
     for (int j = 0; j < 16; j++) {
-        _mm_prefetch((const char *)(codes + (j + 32) * in), _MM_HINT_T1);
         a[j] = j < width ? _mm512_maskz_loadu_epi8(some, codes + j * in) : _mm512_setzero_si512();
     }
     for (int j = 0; j < 16; j += 2) {
@@ -559,11 +560,13 @@ static inline void finish_vnni(__m512i high, int32_t high_sum, __m512i low, int3
 #define KEEP2(i) left[i] = a##i; right[i] = b##i;
 #define PANEL_VNNI(M) \
 __attribute__((target(TARGET_VNNI))) \
-static void panel##M##_vnni(const int8_t *x, int64_t padded, int64_t in, int levels, const uint8_t *packed, const int32_t *sums, const float *x_scale, \
+static void panel##M##_vnni(const int8_t *x, int64_t padded, int64_t in, int levels, const char *next, const uint8_t *packed, const int32_t *sums, const float *x_scale, \
                             const float *by, const float *plus, float *y, int64_t out, int width) { \
     DO##M(ZERO2) \
     for (int64_t p = 0; p < (in + 3) / 4; p++) { \
         const __m512i w0 = _mm512_load_si512(packed + p * 128), w1 = _mm512_load_si512(packed + p * 128 + 64); \
+        _mm_prefetch(next + p * 128, _MM_HINT_T1); \
+        _mm_prefetch(next + p * 128 + 64, _MM_HINT_T1); \
         DO##M(MULTIPLY2) \
     } \
     __m512i left[M], right[M]; \
@@ -584,12 +587,12 @@ PANEL_VNNI(2)
 PANEL_VNNI(1)
 
 __attribute__((target(TARGET_VNNI)))
-static void columns_vnni(const int8_t *q, int64_t padded, int64_t in, int64_t rows, int levels, const uint8_t *packed, const int32_t *sums,
+static void columns_vnni(const int8_t *q, int64_t padded, int64_t in, int64_t rows, int levels, const char *next, const uint8_t *packed, const int32_t *sums,
                          const float *x_scale, const float *by, const float *plus, float *y, int64_t out, int width) {
     int64_t r = 0;                                    /* of q: a row of x is `levels` of them */
     const int64_t all = rows * levels;
-#define PANEL(M) for (; r + M <= all; r += M) \
-        panel##M##_vnni(q + r * padded, padded, in, levels, packed, sums + r, x_scale + r / levels, by, plus, y + r / levels * out, out, width);
+#define PANEL(M) for (; r + M <= all; r += M, next = (const char *)packed) \
+        panel##M##_vnni(q + r * padded, padded, in, levels, next, packed, sums + r, x_scale + r / levels, by, plus, y + r / levels * out, out, width);
     PANEL(12)
     PANEL(8)
     PANEL(4)
@@ -631,13 +634,14 @@ static void transpose_bfloat16(const int8_t *codes, int64_t in, int width, uint8
     if (second) _mm512_mask_storeu_ps(to + 16, second, _mm512_add_ps(_mm512_mul_ps(b##i, _mm512_loadu_ps(by + 16)), _mm512_loadu_ps(plus + 16))); }
 #define PANEL_BF(M) \
 __attribute__((target(TARGET_BFLOAT16))) \
-static void panel##M##_bfloat16(const char *x, int64_t padded, int64_t in, const uint8_t *packed, const float *by, const float *plus, float *y, \
-                                int64_t out, int width) { \
+static void panel##M##_bfloat16(const char *x, int64_t padded, int64_t in, const char *next, const uint8_t *packed, const float *by, const float *plus, \
+                                float *y, int64_t out, int width) { \
     const __mmask16 first = width >= 16 ? 0xffff : (__mmask16)((1 << width) - 1); \
     const __mmask16 second = width >= 32 ? 0xffff : width > 16 ? (__mmask16)((1 << (width - 16)) - 1) : 0; \
     DO##M(ZERO_BF) \
     for (int64_t p = 0; p < (in + 1) / 2; p++) { \
         const __m512bh w0 = (__m512bh)_mm512_load_si512(packed + p * 128), w1 = (__m512bh)_mm512_load_si512(packed + p * 128 + 64); \
+        _mm_prefetch(next + p * 64, _MM_HINT_T1); \
         DO##M(MULTIPLY_BF) \
     } \
     DO##M(STORE_BF) \
@@ -648,10 +652,11 @@ PANEL_BF(4)
 PANEL_BF(2)
 PANEL_BF(1)
 
-static void columns_bfloat16(const char *x, int64_t padded, int64_t in, int64_t rows, const uint8_t *packed, const float *by, const float *plus,
-                             float *y, int64_t out, int width) {
+static void columns_bfloat16(const char *x, int64_t padded, int64_t in, int64_t rows, const char *next, const uint8_t *packed, const float *by,
+                             const float *plus, float *y, int64_t out, int width) {
     int64_t r = 0;
-#define PANEL(M) for (; r + M <= rows; r += M) panel##M##_bfloat16(x + r * padded * 2, padded, in, packed, by, plus, y + r * out, out, width);
+#define PANEL(M) for (; r + M <= rows; r += M, next = (const char *)packed) \
+        panel##M##_bfloat16(x + r * padded * 2, padded, in, next, packed, by, plus, y + r * out, out, width);
     PANEL(12)
     PANEL(8)
     PANEL(4)
@@ -863,15 +868,16 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
             w[i] = j->codes + column * j->in;
         }
 #ifdef X86
+        const char *next = (const char *)(w[0] + columns * j->in);
         if (way == PANELS_VNNI) {
             transpose_vnni(w[0], j->in, width, packed);
-            columns_vnni(from->q, j->padded, j->in, here, levels, packed, from->sums, from->scale, by, plus, y + n, j->out, width);
+            columns_vnni(from->q, j->padded, j->in, here, levels, next, packed, from->sums, from->scale, by, plus, y + n, j->out, width);
             continue;
         }
 #ifdef TARGET_BFLOAT16
         if (way == PANELS_BFLOAT16) {
             transpose_bfloat16(w[0], j->in, width, packed);
-            columns_bfloat16((const char *)from->q, j->padded, j->in, here, packed, by, plus, y + n, j->out, width);
+            columns_bfloat16((const char *)from->q, j->padded, j->in, here, next, packed, by, plus, y + n, j->out, width);
             continue;
         }
 #endif
