@@ -1,7 +1,12 @@
-/* Checks int8.c against sums in int64, on whatever CPU it is compiled for: tests/check_kernels.sh runs it under sanitizers and
-   on an emulated Arm. */
+/* Checks the kernels against sums in int64 and double, on whatever CPU they are compiled for: tests/check_kernels.sh runs it under
+   sanitizers and on an emulated Arm. */
+
+#include "../inro_fx/kernels/numbers.c"
 
 #include "../inro_fx/kernels/int8.c"
+
+#define job groups_job                                 /* both files have one */
+#include "../inro_fx/kernels/groups.c"
 
 #include <stdio.h>
 
@@ -21,16 +26,14 @@ static int check(int64_t rows, int64_t in, int64_t out, int levels, int level, i
     const int32_t zero = (int32_t)(draw() % 255) - 127;
     int32_t *column_sums = calloc((size_t)(out + 1), sizeof(int32_t));
     for (int64_t i = 0; i < out * in; i++) column_sums[i / in] += w[i];
-    const int result = inro_linear(x, rows, in, stride, w, out, scale, 1, bias, y, levels, threads, level, fixed ? &step : NULL,
-                                   fixed ? &zero : NULL, fixed ? column_sums : NULL);
-    int bad = result < 0 || (result == 1 && levels == 1);
-    const int skip = result == 1;                      /* a row too wide for two levels: the caller computes it */
+    int bad = inro_linear(x, rows, in, stride, w, out, scale, 1, bias, y, FLOAT32, levels, threads, level, fixed ? &step : NULL,
+                          fixed ? &zero : NULL, fixed ? column_sums : NULL);
     int8_t *q = malloc((size_t)(levels * (in + STEP)));
-    for (int64_t r = 0; r < rows && !bad && !skip; r++) {
+    for (int64_t r = 0; r < rows && !bad; r++) {
         float s;
         int32_t sums[2];
         if (fixed) quantize_fixed_portable(x + r * stride, in, in, step, (float)zero, q, &s, sums);
-        else quantize_row(x + r * stride, in, in, levels, q, &s, sums);
+        else if (quantize_row(x + r * stride, in, in, levels, q, &s, sums)) continue;        /* in floats: checked by the tests in Python */
         for (int64_t n = 0; n < out && !bad; n++) {
             int64_t high = 0, low = 0;
             for (int64_t k = 0; k < in; k++) {
@@ -53,8 +56,112 @@ static int check(int64_t rows, int64_t in, int64_t out, int levels, int level, i
     return bad;
 }
 
+/* A row of `bits`-bit codes, packed as numerics/bits.py does. */
+static void pack(const int8_t *codes, int64_t columns, int bits, uint8_t *to) {
+    int shift = 0;
+    for (int width = 4; width; width /= 2) {
+        if (!(bits & width)) continue;
+        const int in_byte = 8 / width;
+        const int64_t bytes = (columns * width + 7) / 8;
+        memset(to, 0, (size_t)bytes);
+        for (int64_t k = 0; k < columns; k++) {
+            const int field = ((codes[k] + (1 << (bits - 1))) >> shift) & ((1 << width) - 1);
+            to[k / in_byte] = (uint8_t)(to[k / in_byte] | field << (k % in_byte * width));
+        }
+        to += bytes;
+        shift += width;
+    }
+}
+
+static int check_groups(int64_t rows, int64_t in, int64_t out, int bits, int64_t group, int dtype, int level, int threads) {
+    const int64_t step = group ? group : in, groups = (in + step - 1) / step, bytes = bits == 8 ? in : bytes_of_row(in, bits), stride = in + 1;
+    int8_t *w = malloc((size_t)(out * in));
+    uint8_t *codes = malloc((size_t)(out * bytes));
+    float *scale = malloc((size_t)(out * groups) * sizeof(float)), *floats = malloc((size_t)(rows * stride) * sizeof(float));
+    void *x = malloc((size_t)(rows * stride) * 4), *bias = malloc((size_t)out * 4), *y = malloc((size_t)(rows * out) * 4), *rowsof = malloc((size_t)(out * in) * 4);
+    int64_t *ids = malloc((size_t)out * sizeof(int64_t));
+    for (int64_t i = 0; i < out * in; i++) w[i] = (int8_t)((int)(draw() % (1u << bits)) - (1 << (bits - 1)));
+    for (int64_t n = 0; n < out; n++) {
+        if (bits == 8) memcpy(codes + n * bytes, w + n * in, (size_t)in);
+        else pack(w + n * in, in, bits, codes + n * bytes);
+        ids[n] = draw() % (uint32_t)out;
+        const float plus = (float)(draw() % 9) - 4.0f;
+        if (dtype == FLOAT32) ((float *)bias)[n] = plus;
+        else narrow(&plus, 1, dtype, (uint16_t *)bias + n, level);
+    }
+    for (int64_t i = 0; i < out * groups; i++) scale[i] = 0.5f + (float)(draw() % 64) / 64.0f;
+    for (int64_t i = 0; i < rows * stride; i++) {
+        floats[i] = (float)((int32_t)draw() % 128) / 64.0f;              /* exact in half precision */
+        if (dtype == FLOAT32) ((float *)x)[i] = floats[i];
+        else narrow(floats + i, 1, dtype, (uint16_t *)x + i, level);
+    }
+    int bad = inro_linear_groups(x, rows, in, stride, codes, out, bits, group, scale, groups, bias, y, dtype, threads, level)
+        || inro_expand(codes, out, in, bits, group, scale, groups, ids, rowsof, dtype, threads, level);
+    const double unit = dtype == FLOAT32 ? 1e-6 : dtype == BFLOAT16 ? 4e-3 : 5e-4;
+    for (int64_t n = 0; n < out && !bad; n++) {
+        for (int64_t k = 0; k < in && !bad; k++) {
+            const double want = (double)w[ids[n] * in + k] * scale[ids[n] * groups + k / step];
+            bad = !(fabs(one_of(rowsof, dtype, n * in + k) - want) <= unit * fabs(want));
+        }
+        for (int64_t r = 0; r < rows && !bad; r++) {
+            double want = one_of(bias, dtype, n), size = 1.0;
+            for (int64_t k = 0; k < in; k++) {
+                const double term = (double)floats[r * stride + k] * w[n * in + k] * scale[n * groups + k / step];
+                want += term;
+                size += fabs(term);
+            }
+            bad = !(fabs(one_of(y, dtype, r * out + n) - want) <= unit * fabs(want) + 1e-6 * size);
+        }
+    }
+    if (bad) printf("groups: rows %lld in %lld out %lld bits %d group %lld dtype %d level %d threads %d\n", (long long)rows, (long long)in,
+                    (long long)out, bits, (long long)group, dtype, level, threads);
+    free(w); free(codes); free(scale); free(floats); free(x); free(bias); free(y); free(rowsof); free(ids);
+    return bad;
+}
+
+/* Every number of half precision there and back, and a linear in bfloat16 and float16 beside one in float32. */
+static int check_halves(int level) {
+    int bad = 0;
+    for (int dtype = BFLOAT16; dtype <= FLOAT16; dtype++) {
+        for (uint32_t first = 0; first < 65536; first += 16) {
+            uint16_t all[16], back[16];
+            float wide[16];
+            for (uint32_t i = 0; i < 16; i++) all[i] = (uint16_t)(first + i);
+            widen(all, dtype, 16, wide, level);
+            narrow(wide, 16, dtype, back, level);
+            for (int i = 0; i < 16; i++) bad += back[i] != all[i] && wide[i] == wide[i];
+        }
+        static const int64_t rows_of[] = {1, 5, 130, 500};
+        for (int i = 0; i < 4; i++) {
+            const int64_t rows = rows_of[i], in = 77, out = 45;
+            uint16_t *x = malloc((size_t)(rows * in) * 2), *y = malloc((size_t)(rows * out) * 2);
+            float *wide = malloc((size_t)(rows * in) * 4), *want = malloc((size_t)(rows * out) * 4);
+            int8_t *w = malloc((size_t)(out * in));
+            const float one = 0.01f;
+            for (int64_t k = 0; k < out * in; k++) w[k] = (int8_t)((int)(draw() % 255) - 127);
+            for (int64_t k = 0; k < rows * in; k++) wide[k] = (float)((int32_t)draw() % 128) / 64.0f;
+            narrow(wide, rows * in, dtype, x, level);
+            bad += inro_linear(wide, rows, in, in, w, out, &one, 0, NULL, want, FLOAT32, 2, 3, level, NULL, NULL, NULL) != 0;
+            bad += inro_linear(x, rows, in, in, w, out, &one, 0, NULL, y, dtype, 2, 3, level, NULL, NULL, NULL) != 0;
+            for (int64_t k = 0; k < rows * out; k++) bad += !(fabsf(one_of(y, dtype, k) - want[k]) <= 4e-3f * fabsf(want[k]) + 2e-2f);
+            free(x); free(y); free(wide); free(want); free(w);
+        }
+    }
+    if (bad) printf("half precision at level %d: %d wrong\n", level, bad);
+    return bad != 0;
+}
+
 int main(void) {
     int failed = 0, passed = 0;
+    for (int level = 0; level <= inro_level(); level++) {
+        failed += check_halves(level);
+        static const int64_t sizes[] = {1, 2, 15, 16, 17, 31, 33, 64, 100, 129}, groups[] = {0, 1, 7, 16, 32, 64};
+        for (int bits = 2; bits <= 8; bits++)
+            for (int dtype = FLOAT32; dtype <= FLOAT16; dtype++)
+                for (int i = 0; i < 12; i++)
+                    failed += check_groups(1 + draw() % 9, sizes[draw() % 10], sizes[draw() % 10], bits, groups[draw() % 6], dtype, level, 1 + (int)(draw() % 4))
+                        ? 1 : (passed++, 0);
+    }
     for (int level = 0; level <= inro_level(); level++)
         for (int levels = 1; levels <= 2; levels++)
             for (int kind = 0; kind < 3; kind++) {

@@ -210,7 +210,7 @@ static void groups_of_row(const job *j, const float *x, int m, const int8_t *cod
     groups_loop(x, j->stride, m, codes, j->in, j->group, scale, y);
 }
 
-static int columns_of(const job *j, int64_t first, int64_t last) {
+static int results_of(const job *j, int64_t first, int64_t last) {
     int8_t *line = j->bits < 8 ? aligned((size_t)j->in) : NULL;
     if (j->bits < 8 && !line) return 0;
     for (int64_t n = first; n < last; n++) {
@@ -250,7 +250,7 @@ int inro_linear_groups(const void *x, int64_t rows, int64_t in, int64_t stride, 
     }
     threads = inro_threads(threads, 4.0 * (double)rows * (double)in * (double)out);
     int failed = 0;
-    if (threads == 1) failed = !columns_of(&j, 0, out);
+    if (threads == 1) failed = !results_of(&j, 0, out);
     else {
         #pragma omp parallel num_threads(threads) reduction(|| : failed)
         {
@@ -259,7 +259,7 @@ int inro_linear_groups(const void *x, int64_t rows, int64_t in, int64_t stride, 
             part = omp_get_thread_num();
             parts = omp_get_num_threads();
 #endif
-            failed = !columns_of(&j, share(out, part, parts), share(out, part + 1, parts));
+            failed = !results_of(&j, share(out, part, parts), share(out, part + 1, parts));
         }
     }
     free(floats);
