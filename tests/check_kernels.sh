@@ -4,11 +4,12 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 out=$(mktemp -d)
+sources="check_kernels.c ../inro_fx/kernels/numbers.c ../inro_fx/kernels/groups.c"
 trap 'rm -rf "$out"' EXIT
-gcc -O1 -g -fopenmp -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=undefined check_kernels.c -o "$out/native" -lm
+gcc -O1 -g -fopenmp -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=undefined $sources -o "$out/native" -lm
 ASAN_OPTIONS=detect_leaks=1 "$out/native"
 if command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null; then
-    aarch64-linux-gnu-gcc -O3 -fopenmp -ffp-contract=off -static check_kernels.c -o "$out/arm" -lm
+    aarch64-linux-gnu-gcc -O3 -fopenmp -ffp-contract=off -static $sources -o "$out/arm" -lm
     qemu-aarch64 "$out/arm"
 else
     echo "no Arm: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"

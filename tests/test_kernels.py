@@ -149,7 +149,7 @@ def test_kernel_and_reference_agree_through_the_operators(scheme, dtype):
 
 
 @needs_library
-@given(st.integers(1, 20), SIZES, SIZES, st.integers(2, 8), st.sampled_from([0, 1, 7, 16, 32, 64]), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 999))
+@given(SIZES, SIZES, SIZES, st.integers(2, 8), st.sampled_from([0, 1, 7, 16, 32, 64]), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 999))
 def test_groups_and_narrow_codes(rows, inner, out, bits, group, dtype, with_bias, seed):
     g = torch.Generator().manual_seed(seed)
     high = (1 << bits - 1) - 1
@@ -286,5 +286,5 @@ def test_every_case_has_a_kernel():
                 for columns in (0, 1, 64, 10**6):
                     for rows in (0, 1, 10**6):
                         assert kernel_for(op, bits, group, columns, rows) in ("c", "torch")
-    assert kernel_for("linear", 4, 32, 64, 10**6) == "torch"
+    assert kernel_for("linear", 16, 0, 64, 1) == "torch"
     assert set(inro_fx.kernels()) == {"library", "linear", "linear_dynamic", "linear_static", "linear_groups", "embedding", "dequantize"}

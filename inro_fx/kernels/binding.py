@@ -42,7 +42,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(spec.origin)
     except OSError as error:
         return None, f"the library cannot be loaded: {error}"
-    library.inro_linear.argtypes = (_P, _L, _L, _L, _P, _L, _P, _L, _P, _P, _I, _I, _I, _I, _P, _P, _P)
+    library.inro_linear.argtypes = (_P, _L, _L, _L, _P, _L, _I, _L, _P, _L, _P, _P, _I, _I, _I, _I, _P, _P, _P)
     library.inro_choice.argtypes = (_I, _I, _L, _L, _L, _L)
     if setting in SETTINGS:
         library.inro_limit_level(SETTINGS[setting])
@@ -94,7 +94,7 @@ def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, le
     codes, scale = codes.contiguous(), scale.contiguous()
     y = torch.empty(x.shape[0], codes.shape[0], dtype=x.dtype, device="cpu")
     failed = _library.inro_linear(
-        x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), codes.data_ptr(), codes.shape[0], scale.data_ptr(),
+        x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), codes.data_ptr(), codes.shape[0], 8, 0, scale.data_ptr(),
         int(scale.shape[0] != 1), None if bias is None else bias.data_ptr(), y.data_ptr(), DTYPES.index(x.dtype), levels,
         torch.get_num_threads() if threads is None else threads, level,
         *((None, None, None) if fixed is None else (part.contiguous().data_ptr() for part in fixed)))

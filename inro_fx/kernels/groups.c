@@ -3,8 +3,8 @@
    codes [out, ...] hold `columns` numbers in a row: int8, or below eight bits fields of 4, 2 and 1 bits as numerics/bits.py packs
    them, code + 2^(bits - 1). scale [out, groups] float32, `scale_step` apart from row to row (0: one row serves all).
 
-   A linear of few rows of x reads each code once and keeps float sums of a group before its scale is applied; with many rows the
-   caller expands blocks of the weight and multiplies floats. */
+   A linear of few rows of x reads each code once and keeps float sums of a group before its scale is applied; for many rows there are
+   the integer panels of int8.c, or the caller expands blocks of the weight and multiplies floats. */
 
 #include "kernels.h"
 
@@ -17,7 +17,7 @@
 
 enum { TOGETHER = 4 };                                 /* rows of x for which a code is converted once */
 
-static int64_t bytes_of_row(int64_t columns, int bits) {
+int64_t bytes_of_row(int64_t columns, int bits) {
     int64_t bytes = 0;
     if (bits == 8) return columns;
     for (int width = 4; width; width /= 2)
@@ -60,15 +60,20 @@ static void unpack_four_avx2(const uint8_t *from, int64_t columns, int8_t *to) {
 }
 #endif
 
-/* Row of codes as int8: where it lies, or in `line`. */
-static const int8_t *codes_of(const char *row, int64_t columns, int bits, int8_t *line, int level) {
-    if (bits == 8) return (const int8_t *)row;
+/* A row of codes of less than eight bits as int8. */
+void unpack(const void *row, int64_t columns, int bits, int8_t *to, int level) {
 #ifdef X86
-    if (bits == 4 && level >= AVX2) { unpack_four_avx2((const uint8_t *)row, columns, line); return line; }
+    if (bits == 4 && level >= AVX2) { unpack_four_avx2(row, columns, to); return; }
 #endif
     (void)level;
-    if (bits == 4) unpack_four((const uint8_t *)row, 0, columns, line);
-    else unpack_row((const uint8_t *)row, columns, bits, line);
+    if (bits == 4) unpack_four(row, 0, columns, to);
+    else unpack_row(row, columns, bits, to);
+}
+
+/* A row of codes as int8: where it lies, or in `line`. */
+static const int8_t *codes_of(const char *row, int64_t columns, int bits, int8_t *line, int level) {
+    if (bits == 8) return (const int8_t *)row;
+    unpack(row, columns, bits, line, level);
     return line;
 }
 
@@ -208,6 +213,17 @@ static void groups_of_row(const job *j, const float *x, int m, const int8_t *cod
     if (j->level >= AVX2) { groups_avx2(x, j->stride, m, codes, j->in, j->group, scale, y); return; }
 #endif
     groups_loop(x, j->stride, m, codes, j->in, j->group, scale, y);
+}
+
+/* One row of x against one row of codes, in floats. */
+float dot(const float *x, const int8_t *codes, int64_t in, int64_t group, const float *scale, int level) {
+    float y;
+#ifdef X86
+    if (level >= AVX2) { groups_avx2(x, 0, 1, codes, in, group, scale, &y); return y; }
+#endif
+    (void)level;
+    groups_loop(x, 0, 1, codes, in, group, scale, &y);
+    return y;
 }
 
 static int results_of(const job *j, int64_t first, int64_t last) {

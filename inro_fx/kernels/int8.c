@@ -35,7 +35,7 @@ enum { STEP = 64, MR = 6, NR = 4, MANY = 6, MANY_AVX2 = 6, MANY_BFLOAT16 = 96 };
 enum { BLOCKS, PANELS_AVX2, PANELS_VNNI, PANELS_BFLOAT16 };     /* how results are computed */
 static const int columns_of[] = {NR, 16, 32, 32};                /* that go together */
 
-enum { CHUNK_BYTES = 1 << 20 };
+enum { CHUNK_BYTES = 1 << 20, SAFE = 1024 };          /* 128 * 16256 * 1024 < 2^31: columns whose sums fit int32 */
 
 #define OUTLIER 350.0                                 /* one number against the mean of the others: they keep about 0.5 % */
 
@@ -336,8 +336,6 @@ static void block_avx2(const int8_t *x, int64_t padded, int m, const int8_t *con
 /* ---- many rows on AVX2: 16 columns of weights as int16, transposed to [in / 2][16][2], against 6 rows of x as int16 ----
    The activations need no second level here: 15 bits fit, and their sums fit int32 for SAFE columns at a time. */
 
-enum { SAFE = 1024 };                                 /* 128 * 16256 * 1024 < 2^31 */
-
 __attribute__((target("avx2")))
 static void transpose_avx2(const int8_t *codes, int64_t in, int64_t padded, int width, int16_t *packed) {
     for (int half = 0; half < 2; half++)
@@ -410,6 +408,44 @@ static void columns_avx2(const int16_t *q, int64_t padded, int64_t rows, int lev
     for (; r + 6 <= rows; r += 6) panel6_avx2(q + r * padded, padded, safe, packed, x_scale + r, by, plus, y + r * out, out, width);
     for (; r + 2 <= rows; r += 2) panel2_avx2(q + r * padded, padded, safe, packed, x_scale + r, by, plus, y + r * out, out, width);
     for (; r < rows; r++) panel1_avx2(q + r * padded, padded, safe, packed, x_scale + r, by, plus, y + r * out, out, width);
+}
+
+/* The same with a scale for each group of columns: by [groups][16]; a group has at most SAFE columns. */
+#define KEEP_GROUP16(i) \
+    left[i] = _mm256_add_ps(left[i], _mm256_mul_ps(_mm256_cvtepi32_ps(a##i), s0)); \
+    right[i] = _mm256_add_ps(right[i], _mm256_mul_ps(_mm256_cvtepi32_ps(b##i), s1));
+#define GROUPED_AVX2(M) \
+__attribute__((target("avx2"))) \
+static void grouped##M##_avx2(const int16_t *x, int64_t padded, int64_t in, int64_t group, const int16_t *packed, const float *x_scale, \
+                             const float *by, const float *plus, float *y, int64_t out, int width) { \
+    __m256 left[M], right[M]; \
+    for (int i = 0; i < M; i++) left[i] = right[i] = _mm256_setzero_ps(); \
+    for (int64_t start = 0; start < in; start += group, by += 16) { \
+        const int64_t end = start + group < in ? start + group : in; \
+        const __m256 s0 = _mm256_loadu_ps(by), s1 = _mm256_loadu_ps(by + 8); \
+        DO##M(ZERO16) \
+        for (int64_t p = start / 2; p < (end + 1) / 2; p++) { \
+            const __m256i w0 = _mm256_load_si256((const __m256i *)(packed + p * 32)), w1 = _mm256_load_si256((const __m256i *)(packed + p * 32 + 16)); \
+            DO##M(MULTIPLY16) \
+        } \
+        DO##M(KEEP_GROUP16) \
+    } \
+    for (int i = 0; i < M; i++) { \
+        float values[16]; \
+        const __m256 s = _mm256_set1_ps(x_scale[i]); \
+        _mm256_storeu_ps(values, _mm256_add_ps(_mm256_mul_ps(left[i], s), _mm256_loadu_ps(plus))); \
+        _mm256_storeu_ps(values + 8, _mm256_add_ps(_mm256_mul_ps(right[i], s), _mm256_loadu_ps(plus + 8))); \
+        memcpy(y + i * out, values, (size_t)width * sizeof(float)); \
+    } \
+}
+GROUPED_AVX2(4)
+GROUPED_AVX2(1)
+
+static void grouped_columns_avx2(const int16_t *q, int64_t padded, int64_t in, int64_t rows, int64_t group, const int16_t *packed,
+                                 const float *x_scale, const float *by, const float *plus, float *y, int64_t out, int width) {
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) grouped4_avx2(q + r * padded, padded, in, group, packed, x_scale + r, by, plus, y + r * out, out, width);
+    for (; r < rows; r++) grouped1_avx2(q + r * padded, padded, in, group, packed, x_scale + r, by, plus, y + r * out, out, width);
 }
 
 /* The same integers as quantize_row, whole (128 * q1 + q0 where there are two levels), in int16. */
@@ -601,23 +637,109 @@ static void columns_vnni(const int8_t *q, int64_t padded, int64_t in, int64_t ro
 #undef PANEL
 }
 
+/* ---- the same with a scale for each group of columns, `group` a multiple of four ----
+   Here x is the unsigned side, x + 128, and 128 * sum(w) of a group is what its sums start from: start, by [groups][32]. */
+
+__attribute__((target(TARGET_VNNI)))
+static void transpose_groups_vnni(const int8_t *codes, int64_t in, int64_t group, int width, int8_t *packed, int32_t *start) {
+    for (int half = 0; half < 2; half++)
+        for (int64_t p = 0; p < in; p += STEP) {
+            __m512i words[16];
+            transpose_sixteen(codes + half * 16 * in + p, in, in - p, width - half * 16, words);
+            for (int i = 0; i < 16; i++) _mm512_storeu_si512(packed + ((p / 4 + i) * 2 + half) * 64, words[i]);
+        }
+    const __m512i all = _mm512_set1_epi8((char)128);
+    for (int64_t first = 0; first < in; first += group, start += 32) {
+        const int64_t end = first + group < in ? first + group : in;
+        __m512i left = _mm512_setzero_si512(), right = left;
+        for (int64_t p = first / 4; p < (end + 3) / 4; p++) {
+            left = _mm512_dpbusd_epi32(left, all, _mm512_load_si512(packed + p * 128));
+            right = _mm512_dpbusd_epi32(right, all, _mm512_load_si512(packed + p * 128 + 64));
+        }
+        _mm512_storeu_si512(start, _mm512_sub_epi32(_mm512_setzero_si512(), left));
+        _mm512_storeu_si512(start + 16, _mm512_sub_epi32(_mm512_setzero_si512(), right));
+    }
+}
+
+#define START2(i) __m512i a##i = s0, b##i = s1;
+#define MULTIPLY_GROUP2(i) { \
+    int32_t four; \
+    memcpy(&four, x + i * padded + 4 * p, 4); \
+    const __m512i v = _mm512_set1_epi32(four); \
+    a##i = _mm512_dpbusd_epi32(a##i, v, w0); b##i = _mm512_dpbusd_epi32(b##i, v, w1); }
+#define KEEP_ROW2(i, high, low) \
+    left[i] = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_cvtepi32_ps(a##high), up, _mm512_cvtepi32_ps(a##low)), by0, left[i]); \
+    right[i] = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_cvtepi32_ps(b##high), up, _mm512_cvtepi32_ps(b##low)), by1, right[i]);
+#define KEEP_ROWS1 KEEP_ROW2(0, 0, 1)
+#define KEEP_ROWS2 KEEP_ROWS1 KEEP_ROW2(1, 2, 3)
+#define KEEP_ROWS4 KEEP_ROWS2 KEEP_ROW2(2, 4, 5) KEEP_ROW2(3, 6, 7)
+#define GROUPED_VNNI(ROWS, M) \
+__attribute__((target(TARGET_VNNI))) \
+static void grouped##ROWS##_vnni(const int8_t *x, int64_t padded, int64_t in, int64_t group, const char *next, const int8_t *packed, \
+                                const int32_t *start, const float *x_scale, const float *by, const float *plus, float *y, int64_t out, int width) { \
+    __m512 left[ROWS], right[ROWS]; \
+    const __m512 up = _mm512_set1_ps(128.0f); \
+    for (int i = 0; i < ROWS; i++) left[i] = right[i] = _mm512_setzero_ps(); \
+    for (int64_t first = 0; first < in; first += group, by += 32, start += 32) { \
+        const int64_t end = first + group < in ? first + group : in; \
+        const __m512i s0 = _mm512_loadu_si512(start), s1 = _mm512_loadu_si512(start + 16); \
+        DO##M(START2) \
+        for (int64_t p = first / 4; p < (end + 3) / 4; p++) { \
+            const __m512i w0 = _mm512_load_si512(packed + p * 128), w1 = _mm512_load_si512(packed + p * 128 + 64); \
+            _mm_prefetch(next + p * 128, _MM_HINT_T1); \
+            _mm_prefetch(next + p * 128 + 64, _MM_HINT_T1); \
+            DO##M(MULTIPLY_GROUP2) \
+        } \
+        const __m512 by0 = _mm512_loadu_ps(by), by1 = _mm512_loadu_ps(by + 16); \
+        KEEP_ROWS##ROWS \
+    } \
+    const __mmask16 some = width >= 16 ? 0xffff : (__mmask16)((1 << width) - 1); \
+    const __mmask16 rest = width >= 32 ? 0xffff : width > 16 ? (__mmask16)((1 << (width - 16)) - 1) : 0; \
+    for (int i = 0; i < ROWS; i++) { \
+        const __m512 s = _mm512_set1_ps(x_scale[i]); \
+        _mm512_mask_storeu_ps(y + i * out, some, _mm512_fmadd_ps(left[i], s, _mm512_loadu_ps(plus))); \
+        if (rest) _mm512_mask_storeu_ps(y + i * out + 16, rest, _mm512_fmadd_ps(right[i], s, _mm512_loadu_ps(plus + 16))); \
+    } \
+}
+GROUPED_VNNI(4, 8)
+GROUPED_VNNI(2, 4)
+GROUPED_VNNI(1, 2)
+
+static void grouped_columns_vnni(const int8_t *q, int64_t padded, int64_t in, int64_t rows, int64_t group, const char *next,
+                                 const int8_t *packed, const int32_t *start, const float *x_scale, const float *by, const float *plus,
+                                 float *y, int64_t out, int width) {
+    int64_t r = 0;
+#define PANEL(M) for (; r + M <= rows; r += M, next = (const char *)packed) \
+        grouped##M##_vnni(q + 2 * r * padded, padded, in, group, next, packed, start, x_scale + r, by, plus, y + r * out, out, width);
+    PANEL(4)
+    PANEL(2)
+    PANEL(1)
+#undef PANEL
+}
+
 #ifdef TARGET_BFLOAT16
 /* ---- many rows of bfloat16: 32 columns of codes as bfloat16, transposed to [in / 2][32][2], against 12 rows of x ---- */
 
+/* With groups (of a multiple of four columns) the scales `by` [groups][32] are applied here, and the products rounded. */
 __attribute__((target(TARGET_BFLOAT16)))
-static void transpose_bfloat16(const int8_t *codes, int64_t in, int width, uint8_t *packed) {
-    const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+static void transpose_bfloat16(const int8_t *codes, int64_t in, int width, int64_t group, const float *by, uint8_t *packed) {
+    const __m512i in_pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3,
+                                              18, 2, 17, 1, 16, 0);
     for (int half = 0; half < 2; half++)
         for (int64_t p = 0; p < in; p += STEP) {
             __m512i words[16];
             transpose_sixteen(codes + half * 16 * in + p, in, in - p, width - half * 16, words);
             for (int i = 0; i < 16; i++) {
-                __m512i code[4];                       /* as floats, of which a code needs the upper half */
-                for (int j = 0; j < 4; j++)
-                    code[j] = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sllv_epi32(words[i], _mm512_set1_epi32(24 - 8 * j)), 24)));
+                __m512 code[4];
+                const int64_t first = p + 4 * i < in ? p + 4 * i : in - 1;
+                const __m512 scale = group ? _mm512_loadu_ps(by + first / group * 32 + half * 16) : _mm512_set1_ps(1.0f);
+                for (int j = 0; j < 4; j++) {
+                    const __m512i wide = _mm512_srai_epi32(_mm512_sllv_epi32(words[i], _mm512_set1_epi32(24 - 8 * j)), 24);
+                    code[j] = _mm512_mul_ps(_mm512_cvtepi32_ps(wide), scale);
+                }
                 for (int j = 0; j < 4; j += 2)
                     _mm512_storeu_si512(packed + ((p / 2 + 2 * i + j / 2) * 2 + half) * 64,
-                                        _mm512_or_si512(_mm512_and_si512(code[j + 1], upper), _mm512_srli_epi32(code[j], 16)));
+                                        _mm512_permutexvar_epi16(in_pairs, (__m512i)_mm512_cvtne2ps_pbh(code[j + 1], code[j])));
             }
         }
 }
@@ -757,7 +879,8 @@ typedef struct {
     const int8_t *codes;
     char *y;
     int64_t rows, in, stride, out, scale_step, padded, chunk;        /* rows at a time, whose integers stay in the second-level cache */
-    int levels, level, dtype;
+    int64_t group, bytes;                              /* columns of a scale, 0 for all; bytes of a row of codes */
+    int levels, level, dtype, bits;
     block_function block;
     quantize_function quantize;
     fixed_function quantize_fixed;
@@ -797,8 +920,10 @@ static int take(const job *j, int64_t rows, int threads, scratch *to) {
 }
 
 static int way_of(const job *j, int64_t rows) {
-    if (j->dtype == BFLOAT16 && j->levels == 2 && rows >= MANY_BFLOAT16 && j->level >= VNNI && has_bfloat16()) return PANELS_BFLOAT16;
-    if (j->level >= VNNI && rows * j->levels >= MANY) return PANELS_VNNI;
+    if (j->dtype == BFLOAT16 && j->levels == 2 && j->rows >= MANY_BFLOAT16 && j->level >= VNNI && has_bfloat16()) return PANELS_BFLOAT16;
+    const int always = j->bits < 8 || j->group;        /* blocks know neither packed codes nor groups */
+    if (j->level >= VNNI && (always || rows * j->levels >= MANY)) return PANELS_VNNI;
+    if (j->level == AVX2 && always) return PANELS_AVX2;
     if (j->level == AVX2 && rows >= MANY_AVX2 && (j->levels == 2 || j->in < 512 || j->in % 32)) return PANELS_AVX2;
     return BLOCKS;
 }
@@ -839,7 +964,10 @@ static void quantize_rows(const job *j, int64_t start, int64_t first, int64_t la
             continue;
         }
 #endif
-        to->wide[r] = (unsigned char)j->quantize(x, j->in, j->padded, j->levels, to->q + r * j->levels * j->padded, to->scale + r, to->sums + r * j->levels);
+        int8_t *q = to->q + r * j->levels * j->padded;
+        to->wide[r] = (unsigned char)j->quantize(x, j->in, j->padded, j->levels, q, to->scale + r, to->sums + r * j->levels);
+        if (j->group)
+            for (int64_t i = 0; i < j->levels * j->padded; i++) q[i] = (int8_t)(q[i] ^ -128);      /* unsigned */
     }
 }
 
@@ -847,14 +975,28 @@ static float bias_of(const job *j, int64_t column) {
     return j->bias ? one_of(j->bias, j->dtype, column) : 0.0f;
 }
 
+/* What a thread keeps for a block of columns: their codes transposed, and unpacked before that; the scales of their groups. */
+typedef struct { void *packed; int8_t *codes; float *by; int32_t *start; } block_memory;
+
+static int take_block(const job *j, int way, int columns, block_memory *to) {
+    const int64_t groups = j->group ? (j->in + j->group - 1) / j->group : 0;
+    memset(to, 0, sizeof *to);
+    if (way != BLOCKS) to->packed = aligned((size_t)j->padded * (way == PANELS_BFLOAT16 ? 64 : 32));
+    if (j->bits < 8) to->codes = aligned((size_t)(columns * j->in));
+    if (groups) to->by = aligned((size_t)(groups * columns) * sizeof(float));
+    if (groups) to->start = aligned((size_t)(groups * columns) * sizeof(int32_t));
+    return (way == BLOCKS || to->packed) && (j->bits == 8 || to->codes) && (!groups || (to->by && to->start));
+}
+
+static void give_back_block(block_memory *from) { free(from->packed); free(from->codes); free(from->by); free(from->start); }
+
 /* Results of `here` rows from `start`, for blocks of columns from `first` to `last`, into y [here, out]; 0 if memory ran out. */
 static int multiply(const job *j, int64_t start, int64_t here, int64_t first, int64_t last, int way, const scratch *from, float *y,
                     float *line) {
-    const int levels = j->levels;
+    const int levels = j->levels, columns = columns_of[way];
     const float shift = j->fixed ? (float)*j->zero * *j->fixed : 0.0f;
-    const int columns = columns_of[way];
-    void *packed = way == BLOCKS ? NULL : aligned((size_t)j->padded * (way == PANELS_BFLOAT16 ? 64 : 32));
-    if (way != BLOCKS && !packed) return 0;
+    block_memory own;
+    if (!take_block(j, way, columns, &own)) { give_back_block(&own); return 0; }
     for (int64_t b = first; b < last; b++) {
         const int64_t n = b * columns;
         const int width = j->out - n < columns ? (int)(j->out - n) : columns;
@@ -862,28 +1004,40 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
         const int8_t *w[32];
         for (int i = 0; i < columns; i++) {            /* beyond the last column, the last one again */
             const int64_t column = n + (i < width ? i : width - 1);
-            by[i] = j->scale[column * j->scale_step];
+            const float *scale = j->scale + column * j->scale_step;
+            by[i] = way == PANELS_BFLOAT16 && j->group ? 1.0f : *scale;
             const float zeros = j->fixed ? shift * (float)j->column_sums[column] * by[i] : 0.0f;
             plus[i] = bias_of(j, column) - zeros;
-            w[i] = j->codes + column * j->in;
+            w[i] = j->bits < 8 ? own.codes + i * j->in : j->codes + column * j->in;
+            if (j->bits < 8) unpack(j->codes + column * j->bytes, j->in, j->bits, own.codes + i * j->in, j->level);
+            if (j->group)
+                for (int64_t g = 0; g * j->group < j->in; g++) own.by[g * columns + i] = scale[g];
         }
 #ifdef X86
-        const char *next = (const char *)(w[0] + columns * j->in);
+        const char *next = j->bits < 8 ? own.packed : (const char *)(j->codes + (n + columns) * j->bytes);
+        if (way == PANELS_VNNI && j->group) {
+            transpose_groups_vnni(w[0], j->in, j->group, width, own.packed, own.start);
+            grouped_columns_vnni(from->q, j->padded, j->in, here, j->group, next, own.packed, own.start, from->scale, own.by,
+                                 plus, y + n, j->out, width);
+            continue;
+        }
         if (way == PANELS_VNNI) {
-            transpose_vnni(w[0], j->in, width, packed);
-            columns_vnni(from->q, j->padded, j->in, here, levels, next, packed, from->sums, from->scale, by, plus, y + n, j->out, width);
+            transpose_vnni(w[0], j->in, width, own.packed);
+            columns_vnni(from->q, j->padded, j->in, here, levels, next, own.packed, from->sums, from->scale, by, plus, y + n, j->out, width);
             continue;
         }
 #ifdef TARGET_BFLOAT16
         if (way == PANELS_BFLOAT16) {
-            transpose_bfloat16(w[0], j->in, width, packed);
-            columns_bfloat16((const char *)from->q, j->padded, j->in, here, next, packed, by, plus, y + n, j->out, width);
+            transpose_bfloat16(w[0], j->in, width, j->group, own.by, own.packed);
+            columns_bfloat16((const char *)from->q, j->padded, j->in, here, next, own.packed, by, plus, y + n, j->out, width);
             continue;
         }
 #endif
         if (way == PANELS_AVX2) {
-            transpose_avx2(w[0], j->in, j->padded, width, packed);
-            columns_avx2((const int16_t *)from->q, j->padded, here, levels, packed, from->scale, by, plus, y + n, j->out, width);
+            transpose_avx2(w[0], j->in, j->padded, width, own.packed);
+            if (j->group) grouped_columns_avx2((const int16_t *)from->q, j->padded, j->in, here, j->group, own.packed, from->scale, own.by, plus, y + n,
+                                               j->out, width);
+            else columns_avx2((const int16_t *)from->q, j->padded, here, levels, own.packed, from->scale, by, plus, y + n, j->out, width);
             continue;
         }
 #endif
@@ -902,14 +1056,17 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
             }
         }
     }
-    free(packed);
     const int64_t end = last * columns < j->out ? last * columns : j->out;
     for (int64_t r = 0; r < here; r++) {               /* floats for the rows that are too wide for two levels */
         if (!from->wide[r]) continue;
         const float *x = row_of(j, start + r, line);
-        for (int64_t n = first * columns; n < end; n++)
-            y[r * j->out + n] = dot(x, j->codes + n * j->in, j->in, j->level) * j->scale[n * j->scale_step] + bias_of(j, n);
+        for (int64_t n = first * columns; n < end; n++) {
+            const int8_t *codes = j->codes + n * j->bytes;
+            if (j->bits < 8) { unpack(codes, j->in, j->bits, own.codes, j->level); codes = own.codes; }
+            y[r * j->out + n] = dot(x, codes, j->in, j->group ? j->group : j->in, j->scale + n * j->scale_step, j->level) + bias_of(j, n);
+        }
     }
+    give_back_block(&own);
     return 1;
 }
 
@@ -961,19 +1118,26 @@ static int few_chunks(const job *j, const scratch *shared, int part, int parts) 
     return done;
 }
 
+/* Can integers multiply codes with such groups here, for many rows? (The float kernel of groups.c always can.) */
+int inro_has_panels(int level, int64_t bits, int64_t group) {
+    return level >= AVX2 && (bits < 8 || group) && group % 4 == 0 && group <= SAFE;
+}
+
 /* y[rows, out] = x[rows, in] @ (codes * scale).T + bias; rows of x are `stride` numbers apart, the rest is contiguous.
+   Codes of less than eight bits, and scales for each `group` of columns (0: one for the row), as in groups.c, where
+   `inro_has_panels`.
    `dtype` is that of x, bias and y. `level` is PORTABLE, AVX2 or VNNI, or -1 for the best that this CPU has.
    `fixed` (NULL: row by row) and `zero` are the scale and zero point of x, `column_sums` [out] the codes of each column added up.
    Returns 0, or -1 where memory ran out. Every result is computed the same way whatever the number of threads. */
-int inro_linear(const void *x, int64_t rows, int64_t in, int64_t stride, const int8_t *codes, int64_t out, const float *scale,
-                int64_t scale_step, const void *bias, void *y, int dtype, int levels, int threads, int level, const float *fixed,
+int inro_linear(const void *x, int64_t rows, int64_t in, int64_t stride, const void *codes, int64_t out, int bits,
+                int64_t group, const float *scale, int64_t scale_step, const void *bias, void *y, int dtype, int levels, int threads, int level, const float *fixed,
                 const int32_t *zero, const int32_t *column_sums) {
     if (rows == 0 || out == 0) return 0;
     const int64_t blocks = (in + STEP - 1) / STEP + (in == 0);
     /* rows of q a power of two apart would all want the same lines of the first-level cache */
     const int64_t padded = (blocks + (blocks % 16 == 0)) * STEP;
-    job j = {x, bias, scale, codes, y, rows, in, stride, out, scale_step, padded, CHUNK_BYTES / padded / 24 * 12, levels,
-             level < 0 ? inro_level() : level, dtype, block_portable, quantize_row, quantize_fixed_portable, fixed, zero, column_sums};
+    job j = {x, bias, scale, codes, y, rows, in, stride, out, scale_step, padded, CHUNK_BYTES / padded / 24 * 12, group, bytes_of_row(in, bits),
+             levels, level < 0 ? inro_level() : level, dtype, bits, block_portable, quantize_row, quantize_fixed_portable, fixed, zero, column_sums};
 #ifdef X86
     if (j.level >= AVX2) { j.block = block_avx2; j.quantize = quantize_row_avx2; j.quantize_fixed = quantize_fixed_avx2; }
     if (j.level >= VNNI) { j.block = block_vnni; j.quantize = quantize_row_vnni; j.quantize_fixed = quantize_fixed_vnni; }
@@ -985,7 +1149,7 @@ int inro_linear(const void *x, int64_t rows, int64_t in, int64_t stride, const i
     /* Rows of its own need no other thread's integers, and all of the weights transposed by each. */
     if (threads > 1 && (chunks >= 2 * threads || (rows >= out && rows >= MANY * threads))) {
         chunks = (chunks + threads - 1) / threads * threads;           /* as many for each */
-        j.chunk = ((rows + chunks - 1) / chunks + 11) / 12 * 12;
+        j.chunk = ((rows + chunks - 1) / chunks + 3) / 4 * 4;
         return many_chunks(&j, (rows + j.chunk - 1) / j.chunk, threads) ? 0 : -1;
     }
     scratch shared;                                    /* few rows: the threads share them and split the columns */

@@ -30,19 +30,24 @@ int64_t share(int64_t all, int part, int parts);
 float one_of(const void *numbers, int dtype, int64_t index);
 void widen(const void *from, int dtype, int64_t n, float *to, int level);
 void narrow(const float *from, int64_t n, int dtype, void *to, int level);
-float dot(const float *x, const int8_t *codes, int64_t n, int level);
 #pragma GCC visibility pop
 
 /* int8.c */
-int inro_linear(const void *x, int64_t rows, int64_t in, int64_t stride, const int8_t *codes, int64_t out, const float *scale,
-                int64_t scale_step, const void *bias, void *y, int dtype, int levels, int threads, int level, const float *fixed,
-                const int32_t *zero, const int32_t *column_sums);
+int inro_linear(const void *x, int64_t rows, int64_t in, int64_t stride, const void *codes, int64_t out, int bits, int64_t group,
+                const float *scale, int64_t scale_step, const void *bias, void *y, int dtype, int levels, int threads, int level,
+                const float *fixed, const int32_t *zero, const int32_t *column_sums);
+int inro_has_panels(int level, int64_t bits, int64_t group);
 
 /* groups.c */
 int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int64_t group, const float *scale, int64_t scale_step,
                 const int64_t *ids, void *to, int dtype, int threads, int level);
 int inro_linear_groups(const void *x, int64_t rows, int64_t in, int64_t stride, const void *codes, int64_t out, int bits, int64_t group,
                        const float *scale, int64_t scale_step, const void *bias, void *y, int dtype, int threads, int level);
+#pragma GCC visibility push(hidden)
+int64_t bytes_of_row(int64_t columns, int bits);
+void unpack(const void *row, int64_t columns, int bits, int8_t *to, int level);
+float dot(const float *x, const int8_t *codes, int64_t in, int64_t group, const float *scale, int level);
+#pragma GCC visibility pop
 
 /* operators.c */
 int inro_choice(int op, int level, int64_t bits, int64_t group, int64_t columns, int64_t rows);

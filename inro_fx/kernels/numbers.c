@@ -104,18 +104,6 @@ static inline void narrow_loop(const float *from, int64_t n, int dtype, uint16_t
     else for (int64_t i = 0; i < n; i++) to[i] = to_float16(from[i]);
 }
 
-/* Sums of sixteen lanes, added up in one order at every level. */
-__attribute__((always_inline))
-static inline float dot_loop(const float *x, const int8_t *codes, int64_t n) {
-    float lanes[16] = {0}, total = 0.0f;
-    int64_t k = 0;
-    for (; k + 16 <= n; k += 16)
-        for (int i = 0; i < 16; i++) lanes[i] += x[k + i] * (float)codes[k + i];
-    for (int i = 0; k + i < n; i++) lanes[i] += x[k + i] * (float)codes[k + i];
-    for (int i = 0; i < 16; i++) total += lanes[i];
-    return total;
-}
-
 #ifdef X86
 __attribute__((target("avx2,f16c")))
 static void widen_avx2(const uint16_t *from, int dtype, int64_t n, float *to) {
@@ -133,8 +121,6 @@ static void narrow_avx2(const float *from, int64_t n, int dtype, uint16_t *to) {
     narrow_loop(from + i, n - i, dtype, to + i);
 }
 
-__attribute__((target("avx2")))
-static float dot_avx2(const float *x, const int8_t *codes, int64_t n) { return dot_loop(x, codes, n); }
 #endif
 
 /* `n` numbers of half precision as floats. */
@@ -153,12 +139,4 @@ void narrow(const float *from, int64_t n, int dtype, void *to, int level) {
 #endif
     (void)level;
     narrow_loop(from, n, dtype, to);
-}
-
-float dot(const float *x, const int8_t *codes, int64_t n, int level) {
-#ifdef X86
-    if (level >= AVX2) return dot_avx2(x, codes, n);
-#endif
-    (void)level;
-    return dot_loop(x, codes, n);
 }

@@ -144,7 +144,7 @@ static int threads(void) {
 
 enum { LINEAR, LINEAR_DYNAMIC, LINEAR_STATIC, EMBEDDING, DEQUANTIZE };
 enum { COVERED, NO_LIBRARY, MANY_ROWS, WIDTH, COLUMNS };
-enum { MOST_COLUMNS = 65536, FEW = 8 };                /* 255 * 127 * 65536 still fits int32 */
+enum { MOST_COLUMNS = 65536, FEW = 2 };                /* 255 * 127 * 65536 still fits int32 */
 
 /* 0 where the C kernel runs the case, or which of REASONS in kernels/choice.py it does not for. The limits were measured. */
 int inro_choice(int op, int level, int64_t bits, int64_t group, int64_t columns, int64_t rows) {
@@ -152,7 +152,7 @@ int inro_choice(int op, int level, int64_t bits, int64_t group, int64_t columns,
     if (bits > 8 || bits < 2 || group < 0) return WIDTH;
     if (columns < 1 || columns > MOST_COLUMNS) return COLUMNS;
     if (op == EMBEDDING || op == DEQUANTIZE) return COVERED;
-    if (bits < 8 || group) return rows <= (level >= AVX2 ? FEW : 2) ? COVERED : MANY_ROWS;
+    if (bits < 8 || group) return rows <= (level >= AVX2 ? FEW : 2) || inro_has_panels(level, bits, group) ? COVERED : MANY_ROWS;
     if (op == LINEAR && columns < 16 && rows > 8) return MANY_ROWS;
     return level >= AVX2 || rows <= (op == LINEAR ? 2 : 4) ? COVERED : MANY_ROWS;
 }
@@ -232,9 +232,9 @@ static void linear(int op, const char *name, word *stack, const linear_arguments
         torch.data(y, &to);
         const int64_t out = codes.sizes[0], scale_step = scale.sizes[0] == 1 && out != 1 ? 0 : scale.sizes[1];
         const int64_t group = scale.sizes[1] == 1 ? 0 : a->group;
-        if (a->bits == 8 && !group)
-            failed = inro_linear(x.data, rows, a->columns, step, (const int8_t *)codes.data, out, (const float *)scale.data, scale_step,
-                                 bias.data, to, dtype, op == LINEAR ? 2 : 1, threads(), -1, input_scale, zero, sums);
+        if ((a->bits == 8 && !group) || (rows > FEW && inro_has_panels(inro_level(), a->bits, group)))
+            failed = inro_linear(x.data, rows, a->columns, step, codes.data, out, (int)a->bits, group, (const float *)scale.data,
+                                 scale_step, bias.data, to, dtype, op == LINEAR ? 2 : 1, threads(), -1, input_scale, zero, sums);
         else
             failed = inro_linear_groups(x.data, rows, a->columns, step, codes.data, out, (int)a->bits, group, (const float *)scale.data,
                                         scale_step, bias.data, to, dtype, threads(), -1);
