@@ -140,10 +140,10 @@ def make_record(session: Session, chosen: Plan, targets: list[Target], graphs: M
 
 
 def _kernel_of(meta: Mapping[str, Any], decision: Any, op: str) -> str:
-    """The operator, and for the integer linears what runs it on the CPU for as many rows as the example has."""
+    """The operator, and what runs it on the CPU for as many rows as the example has."""
     name = meta.get("kernel", f"dequantize + {op}")
     operator = name.removeprefix("inro_fx.")
-    if operator not in ("linear", "linear_dynamic", "linear_static"):
+    if operator not in ("linear", "linear_dynamic", "linear_static", "embedding"):
         return name
     scheme = decision.scheme
     return f"{name}/{kernel_for(operator, scheme.bits, scheme.group, decision.layout.columns, meta.get('rows', 0))}"

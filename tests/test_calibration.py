@@ -1,6 +1,7 @@
 """Static quantization: observers, prepare_graph, convert_graph, calibration data of every kind."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -301,3 +302,11 @@ def test_the_static_error_is_not_larger_than_that_of_torch_ao():
     ours = inro_fx.quantize_graph(model, data[0], "int8_static", calibration=data)
     x = torch.randn(256, 64)
     assert relative(model(x), ours(x)) <= relative(model(x), theirs(x))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 3.0), (0.0, 5.0), (-2.0, 0.0), (-1e-3, 1e3)])
+def test_the_ends_of_a_range_are_the_extreme_codes(low, high):
+    scheme = dataclasses.replace(inro_fx.schemes.find_scheme("int8_static"), low_input=low, high_input=high)
+    scale, zero = scheme.input_parts()
+    assert abs(low / scale + zero + 127) <= 0.5
+    assert abs(high / scale + zero - 127) <= 0.51

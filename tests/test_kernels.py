@@ -288,3 +288,12 @@ def test_every_case_has_a_kernel():
                         assert kernel_for(op, bits, group, columns, rows) in ("c", "torch")
     assert kernel_for("linear", 16, 0, 64, 1) == "torch"
     assert set(inro_fx.kernels()) == {"library", "linear", "linear_dynamic", "linear_static", "linear_groups", "embedding", "dequantize"}
+
+
+@needs_library
+def test_a_torch_without_the_interface_runs_the_references(monkeypatch):
+    from inro_fx.kernels import binding
+    monkeypatch.setattr(binding, "TORCH_FUNCTIONS", (*binding.TORCH_FUNCTIONS, "torch_of_another_time|none"))
+    library, reason = binding._load()
+    assert library is None
+    assert reason == f"torch {torch.__version__} has no torch_of_another_time"

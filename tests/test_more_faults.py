@@ -5,7 +5,9 @@ import collections
 import contextlib
 import copy
 import functools
+import gc
 import itertools
+import linecache
 import pickle
 import random
 import threading
@@ -583,3 +585,59 @@ def test_products_of_every_name(forward):
     small = inro_fx.quantize_graph(model, x)
     assert agrees(model, small, x)
     assert inro_fx.report(small).coverage == 1, inro_fx.report(small).skipped
+
+
+def test_a_state_that_forward_changes_is_as_it_was():
+    """Python attributes and buffers that forward writes are put back between the runs that quantizing makes."""
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.calls, self.seen = nn.Linear(32, 32), 0, set()
+            self.register_buffer("total", torch.zeros(1))
+
+        def forward(self, x):
+            self.calls += 1
+            self.seen.add(x.shape[0])
+            self.total.add_(1.0)
+            return self.fc(x) * self.calls + self.total
+    model = Counts()
+    small = inro_fx.quantize_graph(model, torch.randn(2, 32))
+    for module in (model, small):
+        assert (module.calls, module.seen, module.total.item()) == (0, set(), 0.0)
+    for rows in (2, 3):
+        x = torch.randn(rows, 32)
+        want = model(x)
+        assert (small(x) - want).norm() < 0.02 * want.norm()
+    assert (small.calls, small.seen, small.total.item()) == (2, {2, 3}, 2.0)
+
+
+def test_a_plain_tensor_that_the_model_moves_itself_does_not_void_the_graph():
+    class Moves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.shift = nn.Linear(32, 32), torch.ones(32)
+
+        def _apply(self, fn, recurse=True):
+            super()._apply(fn, recurse)
+            self.shift = fn(self.shift)
+            return self
+
+        def forward(self, x):
+            return self.fc(x) + self.shift
+    model = nn.Sequential(Moves(), nn.ReLU())
+    small = inro_fx.quantize_graph(model, torch.randn(2, 32)).double()
+    x = torch.randn(3, 32).double()
+    want = model.double()(x)
+    assert (small(x) - want).norm() < 0.02 * want.norm()
+    assert not inro_fx.report(small).outside
+
+
+def test_the_source_of_a_graph_goes_with_it():
+    def sources():
+        gc.collect()
+        return {name for name in linecache.cache if name.startswith("<graph")}
+    before = sources()
+    small = [inro_fx.quantize_graph(nn.Linear(16, width + 40), torch.randn(2, 16)) for width in range(1, 9)]
+    assert len(sources() - before) >= 8
+    del small
+    assert sources() <= before

@@ -131,6 +131,13 @@ def test_a_table_that_forward_renormalises_is_left_alone():
     assert inro_fx.report(small).skipped[0].reason == "its own forward writes to it (such as an embedding with max_norm)"
 
 
+def test_max_norm_holds_for_rows_that_the_example_did_not_reach():
+    table = nn.Embedding(20, 8, max_norm=1.0)
+    table.weight.data = torch.nn.functional.normalize(table.weight.data) * torch.where(torch.arange(20) < 10, 0.5, 4.0)[:, None]
+    small = inro_fx.quantize_graph(table, torch.arange(10))
+    assert small(torch.arange(20)).norm(dim=1).max() < 1.02
+
+
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()

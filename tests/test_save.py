@@ -415,7 +415,9 @@ def test_a_manifest_that_makes_no_sense_is_refused_or_harmless(saved, tmp_path_f
     ["call_function", "a", "aten._reshape_alias.default", {"tuple": [{"node": "input_1"}, [64], [1]]}, {"dict": []}, {}],
     ["call_function", "a", "inductor._reinterpret_tensor.default", {"tuple": [{"node": "input_1"}, [64], [1]]}, {"dict": []}, {}],
     ["call_function", "a", "apply:torch.utils.checkpoint:CheckpointFunction", {"tuple": [{"node": "input_1"}]}, {"dict": []}, {}],
-], ids=range(27))
+    ["call_function", "a", "torch.relu", {"tuple": [{"node": "input_1"}, {"set": [False, []]}]}, {"dict": []}, {}],
+    ["call_function", "a", "torch.relu", {"tuple": [{"node": "input_1"}, {"class": "torch:Tensor"}]}, {"dict": []}, {}],
+], ids=range(29))
 def test_a_hostile_graph_is_not_taken(hostile, saved, tmp_path):
     file, model, small, x = saved
     again = with_node(saved, hostile, tmp_path)

@@ -31,6 +31,12 @@ TORCH_FUNCTIONS = (
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
+@functools.cache
+def _torch_cpu() -> ctypes.CDLL:
+    names = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / names.get(sys.platform, "libtorch_cpu.so")))
+
+
 def _load() -> tuple[ctypes.CDLL | None, str]:
     setting = os.environ.get("INRO_FX_KERNELS")
     if setting == "off":
@@ -39,9 +45,12 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if spec is None or spec.origin is None:
         return None, "the library was not built: no C compiler when inro_fx was installed"
     try:
-        library = ctypes.CDLL(spec.origin)
+        library, _ = ctypes.CDLL(spec.origin), _torch_cpu()
     except OSError as error:
         return None, f"the library cannot be loaded: {error}"
+    missing = [names for names in TORCH_FUNCTIONS if not any(hasattr(_torch_cpu(), name) for name in names.split("|"))]
+    if missing:
+        return None, f"torch {torch.__version__} has no {missing[0].partition('|')[0]}"
     library.inro_linear.argtypes = (_P, _L, _L, _L, _P, _L, _I, _L, _P, _L, _P, _P, _I, _I, _I, _I, _P, _P, _P)
     library.inro_choice.argtypes = (_I, _I, _L, _L, _L, _L)
     if setting in SETTINGS:
@@ -56,8 +65,7 @@ def register() -> None:
     """Makes the kernels the CPU implementations of ``torch.ops.inro_fx.*``, whose schemas must be defined by now."""
     if _library is None:
         return
-    names = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}
-    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / names.get(sys.platform, "libtorch_cpu.so")))
+    torch_cpu = _torch_cpu()
     found = [next(getattr(torch_cpu, name) for name in names.split("|") if hasattr(torch_cpu, name)) for names in TORCH_FUNCTIONS]
     addresses = (ctypes.c_void_p * len(found))(*(ctypes.cast(f, ctypes.c_void_p).value for f in found))
     if _library.inro_register(addresses):

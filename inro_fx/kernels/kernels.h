@@ -26,6 +26,7 @@ int has_bfloat16(void);
 int inro_threads(int wanted, double products);
 size_t size_of(int dtype);
 void *aligned(size_t size);
+void prefer_huge_pages(void *start, size_t bytes);
 int64_t share(int64_t all, int part, int parts);
 float one_of(const void *numbers, int dtype, int64_t index);
 void widen(const void *from, int dtype, int64_t n, float *to, int level);

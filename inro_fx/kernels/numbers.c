@@ -1,5 +1,7 @@
 /* What this CPU can do, how many threads pay, and numbers of half precision. */
 
+#define _DEFAULT_SOURCE                                /* madvise */
+
 #include "kernels.h"
 
 #include <stdlib.h>
@@ -7,6 +9,7 @@
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
+#include <sys/mman.h>
 #endif
 
 static int in_child = 0;                               /* OpenMP's threads do not survive a fork: the child works alone */
@@ -57,6 +60,18 @@ size_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 void *aligned(size_t size) {
     void *p = NULL;
     return posix_memalign(&p, 64, size ? size : 64) ? NULL : p;
+}
+
+/* Where the kernel of the system asks for advice: a large new result in pages of 2 MB. Touching it page by page of 4 KB for the first
+   time takes longer than computing it. */
+void prefer_huge_pages(void *start, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+    enum { HUGE = 1 << 21 };
+    char *first = (char *)(((uintptr_t)start + HUGE - 1) / HUGE * HUGE), *last = (char *)(((uintptr_t)start + bytes) / HUGE * HUGE);
+    if (last > first) madvise(first, (size_t)(last - first), MADV_HUGEPAGE);
+#else
+    (void)start, (void)bytes;
+#endif
 }
 
 int64_t share(int64_t all, int part, int parts) { return all * part / parts; }

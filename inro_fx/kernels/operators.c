@@ -123,8 +123,8 @@ static void call_reference(const char *name, word *stack) {
     if (torch.call(name, "reference", stack, abi)) fail("the reference of this operator failed: its error is printed above");
 }
 
-/* A result like x but for its last size; x NULL: [rows, columns]. */
-static handle result(const tensor *x, int64_t rows, int64_t columns, int32_t dtype) {
+/* A result like x but for its last size (x NULL: [rows, columns]), and where its numbers go. */
+static handle result(const tensor *x, int64_t rows, int64_t columns, int dtype, void **data) {
     int64_t sizes[DIMS + 1], strides[DIMS + 1], step = 1;
     const int64_t dim = x ? x->dim : 2;
     handle y = NULL;
@@ -132,7 +132,9 @@ static handle result(const tensor *x, int64_t rows, int64_t columns, int32_t dty
     else sizes[0] = rows;
     sizes[dim - 1] = columns;
     for (int64_t i = dim; i-- > 0; step *= sizes[i] > 0 ? sizes[i] : 1) strides[i] = step;
-    return torch.empty(dim, sizes, strides, dtype, cpu, 0, &y) ? NULL : y;
+    if (torch.empty(dim, sizes, strides, dtypes[dtype], cpu, 0, &y) || torch.data(y, data)) return NULL;
+    prefer_huge_pages(*data, (size_t)step * size_of(dtype));
+    return y;
 }
 
 static int threads(void) {
@@ -225,11 +227,10 @@ static void linear(int op, const char *name, word *stack, const linear_arguments
         sums = (const int32_t *)t.data;
     }
     if (!wrong && !covered) { call_reference(name, stack); return; }
-    handle y = wrong ? NULL : result(&x, 0, codes.sizes[0], x.dtype);
+    void *to = NULL;
+    handle y = wrong ? NULL : result(&x, 0, codes.sizes[0], dtype, &to);
     int failed = !y;
     if (y) {
-        void *to = NULL;
-        torch.data(y, &to);
         const int64_t out = codes.sizes[0], scale_step = scale.sizes[0] == 1 && out != 1 ? 0 : scale.sizes[1];
         const int64_t group = scale.sizes[1] == 1 ? 0 : a->group;
         if ((a->bits == 8 && !group) || (rows > FEW && inro_has_panels(inro_level(), a->bits, group)))
@@ -280,9 +281,8 @@ static void op_dequantize(word *stack, uint64_t inputs, uint64_t outputs) {
         return;
     }
     const int64_t rows = codes.sizes[0];
-    handle y = result(NULL, rows, columns, dtypes[dtype]);
     void *to = NULL;
-    if (y) torch.data(y, &to);
+    handle y = result(NULL, rows, columns, dtype, &to);
     const int failed = !y || inro_expand(codes.data, rows, columns, (int)bits, scale.sizes[1] == 1 ? 0 : group, (const float *)scale.data,
                                          scale.sizes[0] == 1 && rows != 1 ? 0 : scale.sizes[1], NULL, to, dtype, threads(), -1);
     drop(stack[0]);
@@ -308,9 +308,8 @@ static void op_embedding(word *stack, uint64_t inputs, uint64_t outputs) {
     int64_t sizes[DIMS + 1];
     memcpy(sizes, ids.sizes, (size_t)ids.dim * sizeof(int64_t));
     const tensor shape = {NULL, ids.dim + 1, sizes, NULL, 0, 1};
-    handle y = outside ? NULL : result(&shape, 0, columns, dtypes[dtype]);
     void *to = NULL;
-    if (y) torch.data(y, &to);
+    handle y = outside ? NULL : result(&shape, 0, columns, dtype, &to);
     const int failed = !y || inro_expand(codes.data, count, columns, (int)bits, scale.sizes[1] == 1 ? 0 : group, (const float *)scale.data,
                                          scale.sizes[0] == 1 && codes.sizes[0] != 1 ? 0 : scale.sizes[1], which, to, dtype, threads(), -1);
     drop(stack[0]);
