@@ -3,8 +3,9 @@
    codes [out, ...] hold `columns` numbers in a row: int8, or below eight bits fields of 4, 2 and 1 bits as numerics/bits.py packs
    them, code + 2^(bits - 1). scale [out, groups] float32, `scale_step` apart from row to row (0: one row serves all).
 
-   A linear of few rows of x reads each code once and keeps float sums of a group before its scale is applied; for many rows there are
-   the integer panels of int8.c, or the caller expands blocks of the weight and multiplies floats. */
+   A linear of few rows of x reads each code as it is stored. With VNNI x becomes integers of 15 bits, as in int8.c, and four products
+   at a time are exact before their group's scale is applied; else the codes become floats. For many rows there are the integer panels
+   of int8.c, or the caller expands blocks of the weight and multiplies floats. */
 
 #include "kernels.h"
 
@@ -135,12 +136,19 @@ int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int6
 
 /* ---- few rows of x ---- */
 
+/* A row of x as integers: two levels of `padded` bytes, and what the unsigned codes add to the sums of each group. */
+typedef struct {
+    int8_t *q;
+    float *extra, scale;
+} integers;
+
 typedef struct {
     const char *codes, *bias;
     const float *x, *scale;
     char *y;
-    int64_t rows, in, stride, out, group, scale_step, bytes;
+    int64_t rows, in, stride, out, group, scale_step, bytes, padded;
     int bits, dtype, level;
+    integers *as_integers;                             /* of each row; `q` NULL where it takes floats */
 } job;
 
 /* y[0..m] = sum over groups of scale * (x[m] . codes), rows of x `stride` floats apart. */
@@ -199,6 +207,98 @@ GROUPS_VNNI(3)
 GROUPS_VNNI(4)
 #endif
 
+#ifdef X86
+/* Can the sixteen lanes of four columns each have their scales picked from the groups' at once? */
+static int has_lanes(int bits, int64_t group) { return (bits == 4 || bits == 8) && (group == 16 || group == 32 || group % 64 == 0); }
+
+/* What the columns of a block share: see `columns_vnni`. */
+typedef struct {
+    const integers *x;
+    int64_t padded, in, bytes, group, groups, scale_step;
+    int bits;
+} row_by_rows;
+
+/* 64 codes from column `k` on as unsigned numbers, code + 8 or code + 128; `there` are the bytes of them that exist. */
+__attribute__((target(TARGET_VNNI), always_inline))
+static inline __m512i unsigned_codes(const uint8_t *row, int64_t k, int bits, __mmask64 there) {
+    if (bits == 8) return _mm512_xor_si512(_mm512_set1_epi8((char)0x80), _mm512_maskz_loadu_epi8(there, row + k));
+    const __m512i wide = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8((__mmask32)there, row + k / 2));
+    return _mm512_and_si512(_mm512_or_si512(wide, _mm512_slli_epi16(wide, 4)), _mm512_set1_epi8(15));
+}
+
+/* One row of x as integers against four rows of codes (or the last of them again), 64 columns at a time: y[4]. */
+#define START_COLUMN(c) __m512 total##c = _mm512_setzero_ps(), extra##c = total##c;
+#define PICK_SCALE(c) const __m512 by##c = pick ? _mm512_permutexvar_ps(each, _mm512_maskz_loadu_ps(some, scale[c] + g)) : _mm512_set1_ps(scale[c][g]);
+#define ADD_COLUMN(c) { \
+    _mm_prefetch((const char *)(row[c] + 4 * j->bytes + (bits == 8 ? k : k / 2)), _MM_HINT_T1);        /* the next four rows */ \
+    const __m512i u = unsigned_codes(row[c], k, bits, bytes); \
+    const __m512i both = _mm512_dpbusd_epi32(_mm512_slli_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), u, high), 7), u, low); \
+    total##c = _mm512_fmadd_ps(_mm512_cvtepi32_ps(both), by##c, total##c); }
+#define ADD_EXTRA(c) extra##c = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(some, scale[c] + g), extra, extra##c);
+#define FINISH_COLUMN(c) y[c] = _mm512_reduce_add_ps(_mm512_sub_ps(total##c, extra##c)) * j->x->scale;
+#define FOUR(F) F(0) F(1) F(2) F(3)
+
+__attribute__((target(TARGET_VNNI), always_inline))
+static inline void columns_vnni(const row_by_rows *j, int bits, int pick, const uint8_t *const *row, const float *const *scale, float *y) {
+    const int64_t group = j->group, step = pick ? 64 / group : 1, every = pick ? 64 : group;
+    const __m512i each = _mm512_srl_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                          _mm_cvtsi32_si128(group == 16 ? 2 : 3));                   /* the group of each lane */
+    FOUR(START_COLUMN)
+    for (int64_t start = 0, g = 0; start < j->in; start += every, g += step) {
+        const __mmask16 some = j->groups - g >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << (j->groups - g)) - 1);
+        const int64_t end = start + every < j->in ? start + every : j->in;
+        FOUR(PICK_SCALE)
+        for (int64_t k = start; k < end; k += 64) {
+            const int64_t left = bits == 8 ? j->in - k : j->bytes - k / 2;
+            const __mmask64 bytes = left >= 64 ? ~0ull : (1ull << left) - 1;
+            const __m512i high = _mm512_loadu_si512(j->x->q + k), low = _mm512_loadu_si512(j->x->q + j->padded + k);
+            FOUR(ADD_COLUMN)
+        }
+    }
+    for (int64_t g = 0; g < j->groups; g += 16) {
+        const __mmask16 some = j->groups - g >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << (j->groups - g)) - 1);
+        const __m512 extra = _mm512_maskz_loadu_ps(some, j->x->extra + g);
+        FOUR(ADD_EXTRA)
+    }
+    FOUR(FINISH_COLUMN)
+}
+
+__attribute__((target(TARGET_VNNI)))
+static void columns_four_picked(const row_by_rows *j, const uint8_t *const *row, const float *const *scale, float *y) { columns_vnni(j, 4, 1, row, scale, y); }
+__attribute__((target(TARGET_VNNI)))
+static void columns_four(const row_by_rows *j, const uint8_t *const *row, const float *const *scale, float *y) { columns_vnni(j, 4, 0, row, scale, y); }
+__attribute__((target(TARGET_VNNI)))
+static void columns_eight_picked(const row_by_rows *j, const uint8_t *const *row, const float *const *scale, float *y) { columns_vnni(j, 8, 1, row, scale, y); }
+__attribute__((target(TARGET_VNNI)))
+static void columns_eight(const row_by_rows *j, const uint8_t *const *row, const float *const *scale, float *y) { columns_vnni(j, 8, 0, row, scale, y); }
+#endif
+
+/* The rows of x as integers where that is faster; 0 if memory ran out. */
+static int take_integers(job *j) {
+    j->as_integers = NULL;
+#ifdef X86
+    if (j->level < VNNI || !has_lanes(j->bits, j->group) || j->rows > TOGETHER) return 1;
+    const int64_t groups = (j->in + j->group - 1) / j->group;
+    const size_t q = (size_t)(2 * j->padded), extra = (size_t)(groups + 15) / 16 * 64, each = q + extra;
+    char *memory = aligned(TOGETHER * sizeof(integers) + (size_t)j->rows * each + 64);
+    if (!memory) return 0;
+    j->as_integers = (integers *)memory;
+    memory += (TOGETHER * sizeof(integers) + 63) / 64 * 64;
+    for (int64_t r = 0; r < j->rows; r++, memory += each) {
+        integers *to = j->as_integers + r;
+        to->q = (int8_t *)memory;
+        to->extra = (float *)(memory + q);
+        if (quantize_two_levels(j->x + r * j->stride, j->in, j->padded, to->q, &to->scale)) to->q = NULL;
+        for (int64_t g = 0; g < groups && to->q; g++) {
+            int32_t sum = 0;
+            for (int64_t k = g * j->group; k < (g + 1) * j->group && k < j->in; k++) sum += 128 * to->q[k] + to->q[j->padded + k];
+            to->extra[g] = (float)sum * (j->bits == 4 ? 8.0f : 128.0f);
+        }
+    }
+#endif
+    return 1;
+}
+
 static void groups_of_row(const job *j, const float *x, int m, const int8_t *codes, const float *scale, float *y) {
 #ifdef X86
     if (j->level >= VNNI) {
@@ -226,26 +326,53 @@ float dot(const float *x, const int8_t *codes, int64_t in, int64_t group, const 
     return y;
 }
 
-static int results_of(const job *j, int64_t first, int64_t last) {
+static void store(const job *j, int64_t r, int64_t n, float y) {
+    y += j->bias ? one_of(j->bias, j->dtype, n) : 0.0f;
+    char *to = j->y + (r * j->out + n) * (int64_t)size_of(j->dtype);
+    if (j->dtype == FLOAT32) memcpy(to, &y, sizeof y);
+    else narrow(&y, 1, j->dtype, to, PORTABLE);
+}
+
+static int in_floats(const job *j, int64_t first, int64_t last) {
     int8_t *line = j->bits < 8 ? aligned((size_t)j->in) : NULL;
     if (j->bits < 8 && !line) return 0;
     for (int64_t n = first; n < last; n++) {
         const int8_t *codes = codes_of(j->codes + n * j->bytes, j->in, j->bits, line, j->level);
-        const float plus = j->bias ? one_of(j->bias, j->dtype, n) : 0.0f;
-        for (int64_t r = 0; r < j->rows; r += TOGETHER) {
-            const int m = j->rows - r < TOGETHER ? (int)(j->rows - r) : TOGETHER;
+        int m;
+        for (int64_t r = 0; r < j->rows; r += m) {
             float y[TOGETHER];
+            m = j->as_integers ? 1 : j->rows - r < TOGETHER ? (int)(j->rows - r) : TOGETHER;
+            if (j->as_integers && j->as_integers[r].q) continue;
             groups_of_row(j, j->x + r * j->stride, m, codes, j->scale + n * j->scale_step, y);
-            for (int i = 0; i < m; i++) {
-                y[i] += plus;
-                char *to = j->y + ((r + i) * j->out + n) * (int64_t)size_of(j->dtype);
-                if (j->dtype == FLOAT32) memcpy(to, y + i, sizeof(float));
-                else narrow(y + i, 1, j->dtype, to, PORTABLE);
-            }
+            for (int i = 0; i < m; i++) store(j, r + i, n, y[i]);
         }
     }
     free(line);
     return 1;
+}
+
+static int results_of(const job *j, int64_t first, int64_t last) {
+    int floats = !j->as_integers;
+#ifdef X86
+    for (int64_t r = 0; r < j->rows && j->as_integers; r++) {
+        const row_by_rows one = {j->as_integers + r, j->padded, j->in, j->bytes, j->group, (j->in + j->group - 1) / j->group, j->scale_step, j->bits};
+        if (!one.x->q) { floats = 1; continue; }
+        for (int64_t n = first; n < last; n += 4) {
+            const uint8_t *row[4];
+            const float *scale[4];
+            float y[4];
+            for (int c = 0; c < 4; c++) {
+                const int64_t column = n + c < last ? n + c : last - 1;
+                row[c] = (const uint8_t *)j->codes + column * j->bytes;
+                scale[c] = j->scale + column * j->scale_step;
+            }
+            if (j->group < 64) (j->bits == 4 ? columns_four_picked : columns_eight_picked)(&one, row, scale, y);
+            else (j->bits == 4 ? columns_four : columns_eight)(&one, row, scale, y);
+            for (int c = 0; c < 4 && n + c < last; c++) store(j, r, n + c, y[c]);
+        }
+    }
+#endif
+    return !floats || in_floats(j, first, last);
 }
 
 /* y[rows, out] = x[rows, in] @ weight.T + bias, rows of x `stride` numbers apart; x, bias and y are of `dtype`, sums are float32.
@@ -254,7 +381,8 @@ int inro_linear_groups(const void *x, int64_t rows, int64_t in, int64_t stride, 
                        const float *scale, int64_t scale_step, const void *bias, void *y, int dtype, int threads, int level) {
     if (rows == 0 || out == 0) return 0;
     if (level < 0) level = inro_level();
-    job j = {codes, bias, x, scale, y, rows, in, stride, out, group ? group : in, scale_step, bytes_of_row(in, bits), bits, dtype, level};
+    job j = {codes, bias, x, scale, y, rows, in, stride, out, group ? group : (in + 63) / 64 * 64, scale_step, bytes_of_row(in, bits), (in + 63) / 64 * 64,
+             bits, dtype, level, NULL};
     float *floats = NULL;
     if (dtype != FLOAT32) {
         floats = aligned((size_t)(rows * in) * sizeof(float));
@@ -264,10 +392,11 @@ int inro_linear_groups(const void *x, int64_t rows, int64_t in, int64_t stride, 
         j.x = floats;
         j.stride = in;
     }
-    threads = inro_threads(threads, 4.0 * (double)rows * (double)in * (double)out);
-    int failed = 0;
+    threads = inro_threads(threads, 2.0 * (double)rows * (double)in * (double)out);
+    int failed = !take_integers(&j);
+    if (failed) threads = 0;
     if (threads == 1) failed = !results_of(&j, 0, out);
-    else {
+    else if (threads > 1) {
         #pragma omp parallel num_threads(threads) reduction(|| : failed)
         {
             int part = 0, parts = 1;
@@ -279,5 +408,6 @@ int inro_linear_groups(const void *x, int64_t rows, int64_t in, int64_t stride, 
         }
     }
     free(floats);
+    free(j.as_integers);
     return failed ? -1 : 0;
 }

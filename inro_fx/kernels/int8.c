@@ -869,6 +869,14 @@ static void quantize_fixed_vnni(const float *x, int64_t n, int64_t padded, float
 }
 #endif
 
+#ifdef X86
+/* x = scale * (128 * q[0..] + q[padded..]); 1 where the row is too wide for that, or not finite. For VNNI. */
+int quantize_two_levels(const float *x, int64_t n, int64_t padded, int8_t *q, float *scale) {
+    int32_t sums[2];
+    return quantize_row_vnni(x, n, padded, 2, q, scale, sums) || *scale != *scale;
+}
+#endif
+
 typedef void (*block_function)(const int8_t *, int64_t, int, const int8_t *const *, int, int64_t, const int32_t *, int32_t[MR][NR]);
 typedef int (*quantize_function)(const float *, int64_t, int64_t, int, int8_t *, float *, int32_t *);     /* 1: too wide for two levels */
 typedef void (*fixed_function)(const float *, int64_t, int64_t, float, float, int8_t *, float *, int32_t *);

@@ -38,6 +38,9 @@ int inro_linear(const void *x, int64_t rows, int64_t in, int64_t stride, const v
                 const float *scale, int64_t scale_step, const void *bias, void *y, int dtype, int levels, int threads, int level,
                 const float *fixed, const int32_t *zero, const int32_t *column_sums);
 int inro_has_panels(int level, int64_t bits, int64_t group);
+#pragma GCC visibility push(hidden)
+int quantize_two_levels(const float *x, int64_t n, int64_t padded, int8_t *q, float *scale);
+#pragma GCC visibility pop
 
 /* groups.c */
 int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int64_t group, const float *scale, int64_t scale_step,
