@@ -103,7 +103,7 @@ def _by_name(model: nn.Module, shapes: tuple) -> dict[str, Any]:
 
 def _overloads(table: dict[Any, Any]) -> dict[Any, Any]:
     """The same for the overloads that torch.export may leave of an operator."""
-    return {overload: function for operator, function in table.items() for overload in (operator, operator.overloadpacket.inference)}
+    return {overload: f for operator, f in table.items() for overload in (operator, operator.overloadpacket.inference)}
 
 
 def _linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:

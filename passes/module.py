@@ -353,7 +353,8 @@ def _direct(module: nn.Module, targets: set[str], source: str, names: dict[str, 
 
 
 def _has_inference(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._overloadname == "default" and hasattr(target.overloadpacket, "inference")
+    return isinstance(target, torch._ops.OpOverload) and target._overloadname == "default" \
+        and hasattr(target.overloadpacket, "inference")
 
 
 @functools.cache
@@ -362,7 +363,7 @@ def _past_autograd(operator: Any) -> Callable:
     run, grad_enabled = operator.overloadpacket.inference._op, torch.is_grad_enabled        # _op: a Python call less
 
     def call(*args: Any) -> Any:
-        if forward_ad._current_level >= 0 or grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        if forward_ad._current_level >= 0 or (grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)):
             return operator(*args)
         return run(*args)
     return call

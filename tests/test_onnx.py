@@ -49,7 +49,7 @@ def test_the_same_numbers_in_onnx_runtime(name, scheme, tmp_path):
 def test_any_width_of_codes(scheme, tmp_path):
     small = inro_fx.quantize_graph(nn.Sequential(nn.Linear(27, 33), nn.Linear(33, 8)), torch.randn(2, 27), scheme)
     x = torch.randn(5, 27)
-    assert relative(small(x), run(inro_fx.export_onnx(small, x, tmp_path / "m.onnx"), (x,))) < 1e-6
+    assert relative(small(x), run(inro_fx.export_onnx(small, x, tmp_path / "m.onnx"), (x,))) < 2e-4
 
 
 @pytest.mark.parametrize("name", NOT_IN_ONNX)

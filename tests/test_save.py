@@ -419,7 +419,7 @@ def test_a_manifest_that_makes_no_sense_is_refused_or_harmless(saved, tmp_path_f
     ["call_function", "a", "torch.relu", {"tuple": [{"node": "input_1"}, {"class": "torch:Tensor"}]}, {"dict": []}, {}],
 ], ids=range(29))
 def test_a_hostile_graph_is_not_taken(hostile, saved, tmp_path):
-    file, model, small, x = saved
+    _, _, small, x = saved
     again = with_node(saved, hostile, tmp_path)
     if again is not None:
         assert torch.equal(again(x), small(x))                    # the graph was left out, and the report says so

@@ -33,8 +33,8 @@ def cpu(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int,
     y = x.new_empty(flat.shape[0], out)
     for start in range(0, out, step):
         rows = slice(start, start + step)
-        weight = torch.ops.inro_fx.dequantize.inference(codes[rows], scale if scale.shape[0] == 1 else scale[rows], bits, group, columns,
-                                                        x.dtype)
+        part = scale if scale.shape[0] == 1 else scale[rows]
+        weight = torch.ops.inro_fx.dequantize.inference(codes[rows], part, bits, group, columns, x.dtype)
         torch.mm(flat, weight.t(), out=y[:, rows])
     return as_shape(y if bias is None else y.add_(bias), (*x.shape[:-1], out))
 
