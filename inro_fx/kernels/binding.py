@@ -23,7 +23,8 @@ OPERATORS = ("linear", "linear_dynamic", "linear_static", "embedding", "dequanti
 TORCH_FUNCTIONS = (
     "aoti_torch_delete_tensor_object", "aoti_torch_get_data_ptr", "aoti_torch_get_dim", "aoti_torch_get_sizes",
     "aoti_torch_get_strides", "aoti_torch_get_dtype", "aoti_torch_get_device_type", "aoti_torch_get_layout",
-    "aoti_torch_empty_strided", "aoti_torch_library_init_impl", "torch_library_impl", "torch_call_dispatcher", "torch_get_num_threads", "aoti_torch_check",
+    "aoti_torch_empty_strided", "aoti_torch_library_init_impl", "torch_library_impl", "torch_call_dispatcher",
+    "torch_get_num_threads", "aoti_torch_check",
     "torch_delete_stable_ivalue|_ZdlPv",       # since 2.13; before, C++'s operator delete
     "aoti_torch_dtype_float32", "aoti_torch_dtype_bfloat16", "aoti_torch_dtype_float16", "aoti_torch_dtype_float64",
     "aoti_torch_dtype_int8", "aoti_torch_dtype_uint8", "aoti_torch_dtype_int32", "aoti_torch_dtype_int64",
