@@ -29,6 +29,7 @@ def test_opcheck(scheme):
     torch.library.opcheck(OPS.linear.default, (x, codes, scale, None, bits, group, columns))
     torch.library.opcheck(OPS.dequantize.default, (codes, scale, bits, group, 40, torch.float32))
     torch.library.opcheck(OPS.embedding.default, (torch.tensor([[0, 5], [1, 1]]), codes, scale, bits, group, 40, torch.float32))
+    torch.library.opcheck(OPS.linear.inference, (x.detach(), codes, scale, bias, bits, group, columns))
 
 
 @OWN_WARNING
@@ -144,3 +145,20 @@ def test_forward_mode_derivatives_are_right_or_refused(scheme):
     assert (tangent - want).norm() < 1e-4 * want.norm()
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda x: torch.ops.inro_fx.linear_dynamic(x, torch.ones(8, 64, dtype=torch.int8), torch.ones(8, 1), None, 64), (x,), (v,))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_dynamic", "int4"])
+def test_compiled_graphs_call_the_kernels_without_python(scheme):
+    from torch._dynamo.backends.common import aot_autograd
+    small = inro_fx.quantize_graph(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)), torch.randn(2, 64), scheme)
+    called = []
+
+    def keep(graph, inputs):
+        called.extend(str(n.target) for n in graph.graph.nodes if "inro_fx" in str(n.target))
+        return graph
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        compiled = torch.compile(small, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+        assert torch.equal(compiled(x), small(x))
+    name = "linear_dynamic" if scheme == "int8_dynamic" else "linear"
+    assert called == [f"inro_fx.{name}.inference"] * 2
