@@ -294,6 +294,11 @@ class GraphForward(Part):
                       for leaf in leaves) for leaves in self._inro_capture.call.leaves)
         return result
 
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()
+        replica.__dict__["_inro_run"] = self._inro_traced          # which reads the tensors of the module that it is given
+        return replica
+
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__()) if _defines(user_class(self), "__getstate__") else dict(self.__dict__)
         for name in ("_inro_run", "_inro_traced", "_inro_code", "_inro_inside", "_inro_watched"):
@@ -362,9 +367,9 @@ def _past_autograd(operator: Any) -> Callable:
     """The operator in eager mode: where no argument wants a gradient, its overload without the formula of one."""
     run, grad_enabled = operator.overloadpacket.inference._op, torch.is_grad_enabled        # _op: a Python call less
 
-    def call(*args: Any) -> Any:
-        if forward_ad._current_level >= 0 or (grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)):
-            return operator(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or forward_ad._current_level >= 0 or (grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)):
+            return operator(*args, **kwargs)
         return run(*args)
     return call
 

@@ -68,7 +68,8 @@ def register() -> None:
         return
     torch_cpu = _torch_cpu()
     found = [next(getattr(torch_cpu, name) for name in names.split("|") if hasattr(torch_cpu, name)) for names in TORCH_FUNCTIONS]
-    addresses = (ctypes.c_void_p * len(found))(*(ctypes.cast(f, ctypes.c_void_p).value for f in found))
+    found.append(getattr(torch_cpu, "torch_exception_get_what_without_backtrace", None))        # since 2.13
+    addresses = (ctypes.c_void_p * len(found))(*(f and ctypes.cast(f, ctypes.c_void_p).value for f in found))
     if _library.inro_register(addresses):
         raise ImportError("torch refused the kernels of inro_fx: set INRO_FX_KERNELS=off to do without them")
 

@@ -16,7 +16,6 @@
 #include <omp.h>
 #endif
 
-enum { TOGETHER = 4 };                                 /* rows of x for which a code is converted once */
 
 int64_t bytes_of_row(int64_t columns, int bits) {
     int64_t bytes = 0;
@@ -136,10 +135,11 @@ int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int6
 
 /* ---- few rows of x ---- */
 
-/* A row of x as integers: two levels of `padded` bytes, and what the unsigned codes add to the sums of each group. */
+/* A row of x as integers: two levels of `padded` bytes, and where the sums of four products of unsigned codes start. */
 typedef struct {
     int8_t *q;
-    float *extra, scale;
+    int32_t *start;
+    float scale;
 } integers;
 
 typedef struct {
@@ -227,15 +227,15 @@ static inline __m512i unsigned_codes(const uint8_t *row, int64_t k, int bits, __
 }
 
 /* One row of x as integers against four rows of codes (or the last of them again), 64 columns at a time: y[4]. */
-#define START_COLUMN(c) __m512 total##c = _mm512_setzero_ps(), extra##c = total##c;
+#define START_COLUMN(c) __m512 total##c = _mm512_setzero_ps();
 #define PICK_SCALE(c) const __m512 by##c = pick ? _mm512_permutexvar_ps(each, _mm512_maskz_loadu_ps(some, scale[c] + g)) : _mm512_set1_ps(scale[c][g]);
 #define ADD_COLUMN(c) { \
     _mm_prefetch((const char *)(row[c] + 4 * j->bytes + (bits == 8 ? k : k / 2)), _MM_HINT_T1);        /* the next four rows */ \
     const __m512i u = unsigned_codes(row[c], k, bits, bytes); \
-    const __m512i both = _mm512_dpbusd_epi32(_mm512_slli_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), u, high), 7), u, low); \
+    const __m512i upper = _mm512_slli_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), u, high), 7); \
+    const __m512i both = _mm512_dpbusd_epi32(_mm512_add_epi32(upper, begin), u, low); \
     total##c = _mm512_fmadd_ps(_mm512_cvtepi32_ps(both), by##c, total##c); }
-#define ADD_EXTRA(c) extra##c = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(some, scale[c] + g), extra, extra##c);
-#define FINISH_COLUMN(c) y[c] = _mm512_reduce_add_ps(_mm512_sub_ps(total##c, extra##c)) * j->x->scale;
+#define FINISH_COLUMN(c) y[c] = _mm512_reduce_add_ps(total##c) * j->x->scale;
 #define FOUR(F) F(0) F(1) F(2) F(3)
 
 __attribute__((target(TARGET_VNNI), always_inline))
@@ -252,13 +252,9 @@ static inline void columns_vnni(const row_by_rows *j, int bits, int pick, const 
             const int64_t left = bits == 8 ? j->in - k : j->bytes - k / 2;
             const __mmask64 bytes = left >= 64 ? ~0ull : (1ull << left) - 1;
             const __m512i high = _mm512_loadu_si512(j->x->q + k), low = _mm512_loadu_si512(j->x->q + j->padded + k);
+            const __m512i begin = _mm512_loadu_si512(j->x->start + k / 4);
             FOUR(ADD_COLUMN)
         }
-    }
-    for (int64_t g = 0; g < j->groups; g += 16) {
-        const __mmask16 some = j->groups - g >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << (j->groups - g)) - 1);
-        const __m512 extra = _mm512_maskz_loadu_ps(some, j->x->extra + g);
-        FOUR(ADD_EXTRA)
     }
     FOUR(FINISH_COLUMN)
 }
@@ -278,8 +274,7 @@ static int take_integers(job *j) {
     j->as_integers = NULL;
 #ifdef X86
     if (j->level < VNNI || !has_lanes(j->bits, j->group) || j->rows > TOGETHER) return 1;
-    const int64_t groups = (j->in + j->group - 1) / j->group;
-    const size_t q = (size_t)(2 * j->padded), extra = (size_t)(groups + 15) / 16 * 64, each = q + extra;
+    const size_t q = (size_t)(2 * j->padded), each = q + (size_t)j->padded;        /* four bytes for each four of them */
     char *memory = aligned(TOGETHER * sizeof(integers) + (size_t)j->rows * each + 64);
     if (!memory) return 0;
     j->as_integers = (integers *)memory;
@@ -287,43 +282,34 @@ static int take_integers(job *j) {
     for (int64_t r = 0; r < j->rows; r++, memory += each) {
         integers *to = j->as_integers + r;
         to->q = (int8_t *)memory;
-        to->extra = (float *)(memory + q);
+        to->start = (int32_t *)(memory + q);
         if (quantize_two_levels(j->x + r * j->stride, j->in, j->padded, to->q, &to->scale)) to->q = NULL;
-        for (int64_t g = 0; g < groups && to->q; g++) {
+        for (int64_t k = 0; k < j->padded && to->q; k += 4) {
             int32_t sum = 0;
-            for (int64_t k = g * j->group; k < (g + 1) * j->group && k < j->in; k++) sum += 128 * to->q[k] + to->q[j->padded + k];
-            to->extra[g] = (float)sum * (j->bits == 4 ? 8.0f : 128.0f);
+            for (int i = 0; i < 4; i++) sum += 128 * to->q[k + i] + to->q[j->padded + k + i];
+            to->start[k / 4] = sum * (j->bits == 4 ? -8 : -128);
         }
     }
 #endif
     return 1;
 }
 
-static void groups_of_row(const job *j, const float *x, int m, const int8_t *codes, const float *scale, float *y) {
+/* y[m] of up to four rows of x, `stride` apart, against one row of codes, in floats. */
+void dots(const float *x, int64_t stride, int m, const int8_t *codes, int64_t in, int64_t group, const float *scale, float *y, int level) {
 #ifdef X86
-    if (j->level >= VNNI) {
+    if (level >= VNNI) {
         switch (m) {
-            case 1: groups1_vnni(x, j->stride, codes, j->in, j->group, scale, y); break;
-            case 2: groups2_vnni(x, j->stride, codes, j->in, j->group, scale, y); break;
-            case 3: groups3_vnni(x, j->stride, codes, j->in, j->group, scale, y); break;
-            default: groups4_vnni(x, j->stride, codes, j->in, j->group, scale, y);
+            case 1: groups1_vnni(x, stride, codes, in, group, scale, y); break;
+            case 2: groups2_vnni(x, stride, codes, in, group, scale, y); break;
+            case 3: groups3_vnni(x, stride, codes, in, group, scale, y); break;
+            default: groups4_vnni(x, stride, codes, in, group, scale, y);
         }
         return;
     }
-    if (j->level >= AVX2) { groups_avx2(x, j->stride, m, codes, j->in, j->group, scale, y); return; }
-#endif
-    groups_loop(x, j->stride, m, codes, j->in, j->group, scale, y);
-}
-
-/* One row of x against one row of codes, in floats. */
-float dot(const float *x, const int8_t *codes, int64_t in, int64_t group, const float *scale, int level) {
-    float y;
-#ifdef X86
-    if (level >= AVX2) { groups_avx2(x, 0, 1, codes, in, group, scale, &y); return y; }
+    if (level >= AVX2) { groups_avx2(x, stride, m, codes, in, group, scale, y); return; }
 #endif
     (void)level;
-    groups_loop(x, 0, 1, codes, in, group, scale, &y);
-    return y;
+    groups_loop(x, stride, m, codes, in, group, scale, y);
 }
 
 static void store(const job *j, int64_t r, int64_t n, float y) {
@@ -343,7 +329,7 @@ static int in_floats(const job *j, int64_t first, int64_t last) {
             float y[TOGETHER];
             m = j->as_integers ? 1 : j->rows - r < TOGETHER ? (int)(j->rows - r) : TOGETHER;
             if (j->as_integers && j->as_integers[r].q) continue;
-            groups_of_row(j, j->x + r * j->stride, m, codes, j->scale + n * j->scale_step, y);
+            dots(j->x + r * j->stride, j->stride, m, codes, j->in, j->group, j->scale + n * j->scale_step, y, j->level);
             for (int i = 0; i < m; i++) store(j, r + i, n, y[i]);
         }
     }

@@ -1,6 +1,6 @@
 /* Linear layers with int8 weights on a CPU: activations become integers row by row, products are exact in int32.
 
-   x [rows, in] float32, codes [out, in] int8, scale [out] (or one), y [rows, out] float32:
+   x [rows, in], codes [out, in] int8, scale [out] (or one), y [rows, out]; groups and narrower codes as in groups.c:
 
        one level     x = s * q,               q in -127..127        s = max|x| / 127
        two levels    x = s * (128 * q1 + q0), q1 in -127..127, q0 in -64..63, s = max|x| / 16256
@@ -84,7 +84,7 @@ static int quantize_row(const float *x, int64_t n, int64_t padded, int levels, i
     sums[0] = 0;
     if (levels == 2) sums[1] = 0;
     *scale = finite ? s : NAN;
-    if (!finite) return 0;
+    if (!finite) return levels == 2;                   /* floats know what to do with it */
     if (levels == 1) {
         int32_t sum = 0;
         for (int64_t i = 0; i < n; i++) {
@@ -373,12 +373,15 @@ static void transpose_avx2(const int8_t *codes, int64_t in, int64_t padded, int 
     __m256i v = _mm256_set1_epi32(two);               /* the next line keeps the rows in order, and the sums in registers */ \
     __asm__ volatile("" : "+x"(v), "+x"(a##i), "+x"(b##i)); \
     a##i = _mm256_add_epi32(a##i, _mm256_madd_epi16(w0, v)); b##i = _mm256_add_epi32(b##i, _mm256_madd_epi16(w1, v)); }
-#define KEEP16(i) left[i] = _mm256_add_ps(left[i], _mm256_cvtepi32_ps(a##i)); right[i] = _mm256_add_ps(right[i], _mm256_cvtepi32_ps(b##i));
+#define KEEP16(i) \
+    left[i] = _mm256_add_ps(left[i], _mm256_cvtepi32_ps(_mm256_sub_epi32(a##i, m0))); \
+    right[i] = _mm256_add_ps(right[i], _mm256_cvtepi32_ps(_mm256_sub_epi32(b##i, m1)));
 #define PANEL_AVX2(M) \
 __attribute__((target("avx2"))) \
-static void panel##M##_avx2(const int16_t *x, int64_t padded, int64_t safe, const int16_t *packed, const float *x_scale, const float *by, \
-                            const float *plus, float *y, int64_t out, int width) { \
+static void panel##M##_avx2(const int16_t *x, int64_t padded, int64_t safe, const int16_t *packed, const float *x_scale, \
+                            const int32_t *minus, const float *by, const float *plus, float *y, int64_t out, int width) { \
     __m256 left[M], right[M]; \
+    const __m256i m0 = _mm256_loadu_si256((const __m256i *)minus), m1 = _mm256_loadu_si256((const __m256i *)(minus + 8)); \
     for (int i = 0; i < M; i++) left[i] = right[i] = _mm256_setzero_ps(); \
     for (int64_t start = 0; start < padded; start += safe) { \
         const int64_t end = start + safe < padded ? start + safe : padded; \
@@ -401,13 +404,14 @@ PANEL_AVX2(6)
 PANEL_AVX2(2)
 PANEL_AVX2(1)
 
+/* `minus`, of fixed scales alone, is taken off once: one level has one block of `safe` columns. */
 static void columns_avx2(const int16_t *q, int64_t padded, int64_t rows, int levels, const int16_t *packed, const float *x_scale,
-                         const float *by, const float *plus, float *y, int64_t out, int width) {
+                         const int32_t *minus, const float *by, const float *plus, float *y, int64_t out, int width) {
     const int64_t safe = levels == 2 ? SAFE : padded;
     int64_t r = 0;
-    for (; r + 6 <= rows; r += 6) panel6_avx2(q + r * padded, padded, safe, packed, x_scale + r, by, plus, y + r * out, out, width);
-    for (; r + 2 <= rows; r += 2) panel2_avx2(q + r * padded, padded, safe, packed, x_scale + r, by, plus, y + r * out, out, width);
-    for (; r < rows; r++) panel1_avx2(q + r * padded, padded, safe, packed, x_scale + r, by, plus, y + r * out, out, width);
+    for (; r + 6 <= rows; r += 6) panel6_avx2(q + r * padded, padded, safe, packed, x_scale + r, minus, by, plus, y + r * out, out, width);
+    for (; r + 2 <= rows; r += 2) panel2_avx2(q + r * padded, padded, safe, packed, x_scale + r, minus, by, plus, y + r * out, out, width);
+    for (; r < rows; r++) panel1_avx2(q + r * padded, padded, safe, packed, x_scale + r, minus, by, plus, y + r * out, out, width);
 }
 
 /* The same with a scale for each group of columns: by [groups][16]; a group has at most SAFE columns. */
@@ -533,9 +537,7 @@ static void block_vnni(const int8_t *x, int64_t padded, int m, const int8_t *con
     }
 }
 
-/* The first panel asks the memory for the weights of the `next` columns, which lie in a row, while it computes. */
-
-/* ---- many rows: 32 columns of weights, transposed to [in / 4][32][4] and made unsigned, against 12 rows of x ---- */
+/* ---- many rows: 32 columns of weights, transposed to [in / 4][32][4] and made unsigned, against 12 rows of q ---- */
 
 /* Sixteen columns of 64 codes, as sixteen vectors of 16 columns x 4 codes: a transposition of words of four bytes in four rounds. */
 __attribute__((target(TARGET_VNNI), always_inline))
@@ -577,9 +579,10 @@ static void transpose_vnni(const int8_t *codes, int64_t in, int width, uint8_t *
 }
 
 __attribute__((target(TARGET_VNNI), always_inline))
-static inline void finish_vnni(__m512i high, int32_t high_sum, __m512i low, int32_t low_sum, int levels, float s, const float *by,
-                               const float *plus, float *y, __mmask16 some) {
-    __m512 value = _mm512_cvtepi32_ps(_mm512_sub_epi32(high, _mm512_set1_epi32(128 * high_sum)));
+static inline void finish_vnni(__m512i high, int32_t high_sum, __m512i low, int32_t low_sum, int levels, float s, const int32_t *minus,
+                               const float *by, const float *plus, float *y, __mmask16 some) {
+    const __m512i less = _mm512_add_epi32(_mm512_set1_epi32(128 * high_sum), _mm512_loadu_si512(minus));
+    __m512 value = _mm512_cvtepi32_ps(_mm512_sub_epi32(high, less));
     if (levels == 2)
         value = _mm512_add_ps(_mm512_mul_ps(value, _mm512_set1_ps(128.0f)),
                               _mm512_cvtepi32_ps(_mm512_sub_epi32(low, _mm512_set1_epi32(128 * low_sum))));
@@ -596,8 +599,8 @@ static inline void finish_vnni(__m512i high, int32_t high_sum, __m512i low, int3
 #define KEEP2(i) left[i] = a##i; right[i] = b##i;
 #define PANEL_VNNI(M) \
 __attribute__((target(TARGET_VNNI))) \
-static void panel##M##_vnni(const int8_t *x, int64_t padded, int64_t in, int levels, const char *next, const uint8_t *packed, const int32_t *sums, const float *x_scale, \
-                            const float *by, const float *plus, float *y, int64_t out, int width) { \
+static void panel##M##_vnni(const int8_t *x, int64_t padded, int64_t in, int levels, const char *next, const uint8_t *packed, const int32_t *sums, \
+                            const float *x_scale, const int32_t *minus, const float *by, const float *plus, float *y, int64_t out, int width) { \
     DO##M(ZERO2) \
     for (int64_t p = 0; p < (in + 3) / 4; p++) { \
         const __m512i w0 = _mm512_load_si512(packed + p * 128), w1 = _mm512_load_si512(packed + p * 128 + 64); \
@@ -612,8 +615,9 @@ static void panel##M##_vnni(const int8_t *x, int64_t padded, int64_t in, int lev
     for (int i = 0; i < M; i += levels) { \
         const int low = levels == 2 ? i + 1 : i; \
         float *to = y + i / levels * out; \
-        finish_vnni(left[i], sums[i], left[low], sums[low], levels, x_scale[i / levels], by, plus, to, first); \
-        if (second) finish_vnni(right[i], sums[i], right[low], sums[low], levels, x_scale[i / levels], by + 16, plus + 16, to + 16, second); \
+        finish_vnni(left[i], sums[i], left[low], sums[low], levels, x_scale[i / levels], minus, by, plus, to, first); \
+        if (second) finish_vnni(right[i], sums[i], right[low], sums[low], levels, x_scale[i / levels], minus + 16, by + 16, \
+                                plus + 16, to + 16, second); \
     } \
 }
 PANEL_VNNI(12)
@@ -622,13 +626,16 @@ PANEL_VNNI(4)
 PANEL_VNNI(2)
 PANEL_VNNI(1)
 
+/* The first panel asks the memory for the weights of the `next` columns, which lie in a row, while it computes. */
 __attribute__((target(TARGET_VNNI)))
 static void columns_vnni(const int8_t *q, int64_t padded, int64_t in, int64_t rows, int levels, const char *next, const uint8_t *packed, const int32_t *sums,
-                         const float *x_scale, const float *by, const float *plus, float *y, int64_t out, int width) {
+                         const float *x_scale, const int32_t *minus,
+                         const float *by, const float *plus, float *y, int64_t out, int width) {
     int64_t r = 0;                                    /* of q: a row of x is `levels` of them */
     const int64_t all = rows * levels;
 #define PANEL(M) for (; r + M <= all; r += M, next = (const char *)packed) \
-        panel##M##_vnni(q + r * padded, padded, in, levels, next, packed, sums + r, x_scale + r / levels, by, plus, y + r / levels * out, out, width);
+        panel##M##_vnni(q + r * padded, padded, in, levels, next, packed, sums + r, x_scale + r / levels, minus, by, plus, \
+                        y + r / levels * out, out, width);
     PANEL(12)
     PANEL(8)
     PANEL(4)
@@ -851,7 +858,7 @@ static int quantize_row_vnni(const float *x, int64_t n, int64_t padded, int leve
 __attribute__((target(TARGET_VNNI)))
 static void quantize_fixed_vnni(const float *x, int64_t n, int64_t padded, float s, float zero, int8_t *q, float *scale, int32_t *sums) {
     const __m512 by = _mm512_set1_ps(s), times = _mm512_set1_ps(1.0f / s), plus = _mm512_set1_ps(zero);
-    const __m512 far = _mm512_set1_ps(300.0f * s), high = _mm512_set1_ps(127.0f), low = _mm512_set1_ps(-127.0f);
+    const __m512 far = _mm512_set1_ps((300.0f + fabsf(zero)) * s), high = _mm512_set1_ps(127.0f), low = _mm512_set1_ps(-127.0f);
     __m512i sum = _mm512_setzero_si512();
     __mmask16 bad = 0;
     for (int64_t i = 0; i < padded; i += 16) {
@@ -927,8 +934,10 @@ static int take(const job *j, int64_t rows, int threads, scratch *to) {
     return 1;
 }
 
-static int way_of(const job *j, int64_t rows) {
-    if (j->dtype == BFLOAT16 && j->levels == 2 && j->rows >= MANY_BFLOAT16 && j->level >= VNNI && has_bfloat16()) return PANELS_BFLOAT16;
+/* By all rows of x and not by those of a chunk: results must not depend on the number of threads. */
+static int way_of(const job *j) {
+    const int64_t rows = j->rows;
+    if (j->dtype == BFLOAT16 && j->levels == 2 && rows >= MANY_BFLOAT16 && j->level >= VNNI && has_bfloat16()) return PANELS_BFLOAT16;
     const int always = j->bits < 8 || j->group;        /* blocks know neither packed codes nor groups */
     if (j->level >= VNNI && (always || rows * j->levels >= MANY)) return PANELS_VNNI;
     if (j->level == AVX2 && always) return PANELS_AVX2;
@@ -968,7 +977,7 @@ static void quantize_rows(const job *j, int64_t start, int64_t first, int64_t la
 #ifdef X86
         if (way == PANELS_AVX2) {
             quantize_wide_avx2(x, j->in, j->padded, j->levels, (int16_t *)to->q + r * j->padded, to->scale + r);
-            to->wide[r] = (unsigned char)(j->levels == 2 && wide_row_avx2(x, j->in));
+            to->wide[r] = (unsigned char)(j->levels == 2 && (wide_row_avx2(x, j->in) || to->scale[r] != to->scale[r]));
             continue;
         }
 #endif
@@ -998,24 +1007,54 @@ static int take_block(const job *j, int way, int columns, block_memory *to) {
 
 static void give_back_block(block_memory *from) { free(from->packed); free(from->codes); free(from->by); free(from->start); }
 
+/* The rows that are too wide for two levels, in floats, for the columns from `first` to `last`; 0 if memory ran out. */
+static int wide_rows(const job *j, int64_t start, int64_t here, int64_t first, int64_t last, const scratch *from, float *y, float *line) {
+    int64_t count = 0;
+    for (int64_t r = 0; r < here; r++) count += from->wide[r];
+    if (!count) return 1;
+    float *x = aligned((size_t)(count * j->in) * sizeof(float));
+    int64_t *which = aligned((size_t)count * sizeof(int64_t));
+    int8_t *unpacked = j->bits < 8 ? aligned((size_t)j->in) : NULL;
+    const int ready = x && which && (j->bits == 8 || unpacked);
+    for (int64_t r = 0, i = 0; r < here && ready; r++)
+        if (from->wide[r]) {
+            memcpy(x + i * j->in, row_of(j, start + r, line), (size_t)j->in * sizeof(float));
+            which[i++] = r;
+        }
+    for (int64_t n = first; n < last && ready; n++) {
+        const int8_t *codes = j->codes + n * j->bytes;
+        if (unpacked) { unpack(codes, j->in, j->bits, unpacked, j->level); codes = unpacked; }
+        for (int64_t i = 0; i < count; i += TOGETHER) {
+            const int m = count - i < TOGETHER ? (int)(count - i) : TOGETHER;
+            float values[TOGETHER];
+            dots(x + i * j->in, j->in, m, codes, j->in, j->group ? j->group : j->in, j->scale + n * j->scale_step, values, j->level);
+            for (int k = 0; k < m; k++) y[which[i + k] * j->out + n] = values[k] + bias_of(j, n);
+        }
+    }
+    free(x);
+    free(which);
+    free(unpacked);
+    return ready;
+}
+
 /* Results of `here` rows from `start`, for blocks of columns from `first` to `last`, into y [here, out]; 0 if memory ran out. */
 static int multiply(const job *j, int64_t start, int64_t here, int64_t first, int64_t last, int way, const scratch *from, float *y,
                     float *line) {
     const int levels = j->levels, columns = columns_of[way];
-    const float shift = j->fixed ? (float)*j->zero * *j->fixed : 0.0f;
     block_memory own;
     if (!take_block(j, way, columns, &own)) { give_back_block(&own); return 0; }
     for (int64_t b = first; b < last; b++) {
         const int64_t n = b * columns;
         const int width = j->out - n < columns ? (int)(j->out - n) : columns;
         float by[32], plus[32];
+        int32_t minus[32];                             /* what the zero point adds to the sums */
         const int8_t *w[32];
         for (int i = 0; i < columns; i++) {            /* beyond the last column, the last one again */
             const int64_t column = n + (i < width ? i : width - 1);
             const float *scale = j->scale + column * j->scale_step;
             by[i] = way == PANELS_BFLOAT16 && j->group ? 1.0f : *scale;
-            const float zeros = j->fixed ? shift * (float)j->column_sums[column] * by[i] : 0.0f;
-            plus[i] = bias_of(j, column) - zeros;
+            minus[i] = j->fixed ? *j->zero * j->column_sums[column] : 0;
+            plus[i] = bias_of(j, column);
             w[i] = j->bits < 8 ? own.codes + i * j->in : j->codes + column * j->in;
             if (j->bits < 8) unpack(j->codes + column * j->bytes, j->in, j->bits, own.codes + i * j->in, j->level);
             if (j->group)
@@ -1031,7 +1070,7 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
         }
         if (way == PANELS_VNNI) {
             transpose_vnni(w[0], j->in, width, own.packed);
-            columns_vnni(from->q, j->padded, j->in, here, levels, next, own.packed, from->sums, from->scale, by, plus, y + n, j->out, width);
+            columns_vnni(from->q, j->padded, j->in, here, levels, next, own.packed, from->sums, from->scale, minus, by, plus, y + n, j->out, width);
             continue;
         }
 #ifdef TARGET_BFLOAT16
@@ -1045,7 +1084,7 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
             transpose_avx2(w[0], j->in, j->padded, width, own.packed);
             if (j->group) grouped_columns_avx2((const int16_t *)from->q, j->padded, j->in, here, j->group, own.packed, from->scale, own.by, plus, y + n,
                                                j->out, width);
-            else columns_avx2((const int16_t *)from->q, j->padded, here, levels, own.packed, from->scale, by, plus, y + n, j->out, width);
+            else columns_avx2((const int16_t *)from->q, j->padded, here, levels, own.packed, from->scale, minus, by, plus, y + n, j->out, width);
             continue;
         }
 #endif
@@ -1057,31 +1096,23 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
             for (int i = 0; i < m; i++) {
                 float value[NR];
                 for (int c = 0; c < NR; c++) {
-                    value[c] = levels == 2 ? 128.0f * (float)total[2 * i][c] + (float)total[2 * i + 1][c] : (float)total[i][c];
+                    value[c] = levels == 2 ? 128.0f * (float)total[2 * i][c] + (float)total[2 * i + 1][c]
+                                           : (float)(total[i][c] - minus[c]);
                     value[c] = value[c] * from->scale[r + i] * by[c] + plus[c];
                 }
                 memcpy(y + (r + i) * j->out + n, value, (size_t)width * sizeof(float));
             }
         }
     }
-    const int64_t end = last * columns < j->out ? last * columns : j->out;
-    for (int64_t r = 0; r < here; r++) {               /* floats for the rows that are too wide for two levels */
-        if (!from->wide[r]) continue;
-        const float *x = row_of(j, start + r, line);
-        for (int64_t n = first * columns; n < end; n++) {
-            const int8_t *codes = j->codes + n * j->bytes;
-            if (j->bits < 8) { unpack(codes, j->in, j->bits, own.codes, j->level); codes = own.codes; }
-            y[r * j->out + n] = dot(x, codes, j->in, j->group ? j->group : j->in, j->scale + n * j->scale_step, j->level) + bias_of(j, n);
-        }
-    }
+    const int done = wide_rows(j, start, here, first * columns, last * columns < j->out ? last * columns : j->out, from, y, line);
     give_back_block(&own);
-    return 1;
+    return done;
 }
 
 /* Rows `start` to `start + here`, of which this thread does part `part` of `parts`: everything of them where it is the only one. */
 static int one_chunk(const job *j, int64_t start, int64_t here, const scratch *with, int part, int parts) {
     float *line = with->lines + part * (int64_t)(round_up((size_t)j->in * sizeof(float)) / sizeof(float));
-    const int way = way_of(j, here);
+    const int way = way_of(j);
     const int64_t blocks = (j->out + columns_of[way] - 1) / columns_of[way];
     float *y = j->dtype == FLOAT32 ? (float *)j->y + start * j->out : with->y;
     quantize_rows(j, start, share(here, part, parts), share(here, part + 1, parts), way, with, line);

@@ -50,10 +50,12 @@ int inro_linear_groups(const void *x, int64_t rows, int64_t in, int64_t stride, 
 #pragma GCC visibility push(hidden)
 int64_t bytes_of_row(int64_t columns, int bits);
 void unpack(const void *row, int64_t columns, int bits, int8_t *to, int level);
-float dot(const float *x, const int8_t *codes, int64_t in, int64_t group, const float *scale, int level);
+enum { TOGETHER = 4 };                                 /* rows of x for which a code is converted once */
+void dots(const float *x, int64_t stride, int m, const int8_t *codes, int64_t in, int64_t group, const float *scale, float *y, int level);
 #pragma GCC visibility pop
 
 /* operators.c */
 int inro_choice(int op, int level, int64_t bits, int64_t group, int64_t columns, int64_t rows);
+int inro_register(void *const *addresses);
 
 #endif

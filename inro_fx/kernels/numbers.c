@@ -39,7 +39,7 @@ int inro_level(void) {
 int has_bfloat16(void) {
 #ifdef TARGET_BFLOAT16
     static int found = -1;
-    if (found < 0) found = inro_level() >= VNNI && __builtin_cpu_supports("avx512bf16");
+    if (found < 0) found = __builtin_cpu_supports("avx512bf16") != 0;
     return found;
 #else
     return 0;
@@ -68,7 +68,7 @@ void prefer_huge_pages(void *start, size_t bytes) {
 #ifdef MADV_HUGEPAGE
     enum { HUGE = 1 << 21 };
     char *first = (char *)(((uintptr_t)start + HUGE - 1) / HUGE * HUGE), *last = (char *)(((uintptr_t)start + bytes) / HUGE * HUGE);
-    if (last > first) madvise(first, (size_t)(last - first), MADV_HUGEPAGE);
+    if (start && last > first) madvise(first, (size_t)(last - first), MADV_HUGEPAGE);
 #else
     (void)start, (void)bytes;
 #endif

@@ -3,7 +3,7 @@
 
    torch's C interface for extensions (the functions named in `torch_functions`, stable since torch 2.10) hands over the arguments
    in a row of 64-bit words: tensors as handles that the callee owns, integers as they are, an optional tensor as the address of a
-   word or 0. Their addresses come from Python (kernels/int8.py), so that nothing here is linked to torch.
+   word or 0. Their addresses come from Python (kernels/binding.py), so that nothing here is linked to torch.
 
    What these kernels do not cover goes to the overload `reference` of the same operator, which is Python. Errors are raised by
    torch's own `aoti_torch_check`, a C++ exception that passes through these frames. */
@@ -20,7 +20,7 @@ typedef void (*boxed)(word *, uint64_t, uint64_t);
 enum { ABI = 2 << 8 | 11 };                            /* the words are as torch 2.11 lays them out */
 static const uint64_t abi = (uint64_t)ABI << 48;
 
-/* In the order of TORCH_FUNCTIONS in kernels/int8.py. Those that give an int32_t give 0 for success. */
+/* In the order of TORCH_FUNCTIONS in kernels/binding.py. Those that give an int32_t give 0 for success. */
 static struct {
     int32_t (*delete_tensor)(handle);
     int32_t (*data)(handle, void **);
@@ -48,6 +48,7 @@ static struct {
     int32_t (*cpu)(void);
     int32_t (*strided)(void);
     int32_t (*contiguous_format)(void);
+    const char *(*last_error)(void);                   /* NULL before torch 2.13 */
 } torch;
 
 static int32_t dtypes[3], float64_dtype, int8_dtype, uint8_dtype, int32_dtype, int64_dtype, cpu, strided;
@@ -120,7 +121,9 @@ static void fail(const char *message) { torch.check(0, "inro_fx", __FILE__, 0, m
 
 /* The operator as Python has it: whatever the kernels do not cover. */
 static void call_reference(const char *name, word *stack) {
-    if (torch.call(name, "reference", stack, abi)) fail("the reference of this operator failed: its error is printed above");
+    if (!torch.call(name, "reference", stack, abi)) return;
+    const char *why = torch.last_error ? torch.last_error() : NULL;
+    fail(why ? why : "the reference of this operator failed: call its overload `reference` to see why");
 }
 
 /* A result like x but for its last size (x NULL: [rows, columns]), and where its numbers go. */
@@ -154,7 +157,7 @@ int inro_choice(int op, int level, int64_t bits, int64_t group, int64_t columns,
     if (bits > 8 || bits < 2 || group < 0) return WIDTH;
     if (columns < 1 || columns > MOST_COLUMNS) return COLUMNS;
     if (op == EMBEDDING || op == DEQUANTIZE) return COVERED;
-    if (bits < 8 || group) return rows <= (level >= AVX2 ? FEW : 2) || inro_has_panels(level, bits, group) ? COVERED : MANY_ROWS;
+    if (bits < 8 || group) return rows <= FEW || inro_has_panels(level, bits, group) ? COVERED : MANY_ROWS;
     if (op == LINEAR && columns < 16 && rows > 8) return MANY_ROWS;
     return level >= AVX2 || rows <= (op == LINEAR ? 2 : 4) ? COVERED : MANY_ROWS;
 }
@@ -165,10 +168,7 @@ typedef struct { word bias; int64_t bits, group, columns; word fixed[3]; } linea
 
 /* Are codes and scale of the sizes and dtypes that the kernels read? */
 static int fits(const tensor *codes, const tensor *scale, int64_t bits, int64_t group, int64_t columns) {
-    int64_t bytes = bits == 8 ? columns : 0;
-    for (int width = 4; width && bits < 8; width /= 2)
-        if (bits & width) bytes += (columns * width + 7) / 8;
-    const int64_t groups = group ? (columns + group - 1) / group : 1;
+    const int64_t bytes = bytes_of_row(columns, (int)bits), groups = group <= 0 || group >= columns ? 1 : (columns - 1) / group + 1;
     return codes->dim == 2 && scale->dim == 2 && codes->dtype == (bits == 8 ? int8_dtype : uint8_dtype) && codes->sizes[1] == bytes
         && scale->dtype == dtypes[FLOAT32] && (scale->sizes[0] == 1 || scale->sizes[0] == codes->sizes[0])
         && (scale->sizes[1] == groups || scale->sizes[1] == 1);
@@ -232,7 +232,7 @@ static void linear(int op, const char *name, word *stack, const linear_arguments
     int failed = !y;
     if (y) {
         const int64_t out = codes.sizes[0], scale_step = scale.sizes[0] == 1 && out != 1 ? 0 : scale.sizes[1];
-        const int64_t group = scale.sizes[1] == 1 ? 0 : a->group;
+        const int64_t group = scale.sizes[1] == 1 ? 0 : a->group;          /* below `columns` */
         if ((a->bits == 8 && !group) || (rows > FEW && inro_has_panels(inro_level(), a->bits, group)))
             failed = inro_linear(x.data, rows, a->columns, step, codes.data, out, (int)a->bits, group, (const float *)scale.data,
                                  scale_step, bias.data, to, dtype, op == LINEAR ? 2 : 1, threads(), -1, input_scale, zero, sums);

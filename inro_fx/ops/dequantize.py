@@ -19,6 +19,8 @@ __all__ = ["dequantize"]
 def reference(codes: Tensor, scale: Tensor, bits: int, group: int, columns: int, dtype: torch.dtype) -> Tensor:
     if bits < 8:
         codes = unpack_bits(codes, bits, columns)
+    if codes.shape[1] != columns:
+        raise RuntimeError(f"codes of {codes.shape[1]} columns are no weights of {columns}")
     return unscale(codes, scale, group, dtype)
 
 

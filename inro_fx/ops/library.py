@@ -1,8 +1,8 @@
 """Registration of operators, at the lowest overhead that keeps autograd, torch.compile and torch.export working.
 
 Every operator has three overloads of one schema. The plain one carries the gradient's formula, in Python. ``inference`` is the
-same without one: what the plain one comes down to where nothing wants a gradient, and what captured graphs call there, so that a
-call reaches its kernel without Python in between. ``reference`` is what runs where no kernel covers the case.
+same without one: what captured graphs call where nothing wants a gradient, and what the plain one comes down to where gradients are
+switched off, so that a call reaches its kernel without Python in between. ``reference`` is what runs where no kernel covers the case.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
 from ..kernels import best_level
 
-__all__ = ["as_shape", "check_dtypes", "define"]
+__all__ = ["as_rows", "as_shape", "check_dtypes", "define"]
 
 _library = torch.library.Library("inro_fx", "DEF")
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., in] -> [rows, in], also where there are no inputs or no rows."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def as_shape(fresh: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -53,17 +59,16 @@ def define(schema: str, reference: Callable, fake: Callable, setup: Callable | N
             _library.impl(overload, torch.library.fallthrough_kernel, "Autograd")
     packet = getattr(torch.ops.inro_fx, name)
     if backward is not None:
-        _library.impl(name, _with_formula(name, packet.inference, setup, backward), "Autograd")
+        _library.impl(name, _with_formula(packet, setup, backward), "Autograd", with_keyset=True)
     return packet.default
 
 
-def _with_formula(name: str, inference: Callable, setup: Callable | None, backward: Callable) -> Callable:
-    methods = {"forward": staticmethod(inference), "setup_context": staticmethod(setup), "backward": staticmethod(backward)}
-    formula: Any = type(name, (torch.autograd.Function,), methods)
+def _with_formula(packet: Any, setup: Callable | None, backward: Callable) -> Callable:
+    """What torch.library.register_autograd would register; but with gradients switched off, the overload ``inference``."""
+    formula = make_autograd_impl(packet.default, Info(backward, setup))
 
-    def call(*args: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-            raise NotImplementedError(f"inro_fx::{name} has no forward-mode derivative")
-        return formula.apply(*args) if torch.is_grad_enabled() and any(t.requires_grad for t in tensors) else inference(*args)
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args):
+            raise NotImplementedError(f"{packet} has no forward-mode derivative")
+        return formula(keyset, *args, **kwargs) if torch.is_grad_enabled() else packet.inference(*args, **kwargs)
     return call

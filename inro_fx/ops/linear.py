@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dequantize import reference as dequantize
-from .library import as_shape, check_dtypes, define
+from .library import as_rows, as_shape, check_dtypes, define
 
 __all__ = ["linear"]
 
@@ -20,13 +20,13 @@ BLOCK = 1 << 18           # weights: a megabyte of float32
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
     weight = dequantize(codes, scale, bits, group, columns, x.dtype)
-    return as_shape(F.linear(x.reshape(-1, x.shape[-1]), weight, bias), (*x.shape[:-1], codes.shape[0]))
+    return as_shape(F.linear(as_rows(x), weight, bias), (*x.shape[:-1], codes.shape[0]))
 
 
 def cpu(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
     """Blocks of the weight are expanded into a cache's worth of floats and multiplied before the next one."""
     check_dtypes(x, bias)
-    flat, out = x.reshape(-1, x.shape[-1]), codes.shape[0]
+    flat, out = as_rows(x), codes.shape[0]
     step = max(16, BLOCK // max(columns, 1))
     if step >= out:
         return reference(x, codes, scale, bias, bits, group, columns)

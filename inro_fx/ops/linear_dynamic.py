@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..numerics.products import int8_matmul, quantize_rows
 from .dequantize import reference as dequantize
-from .library import as_shape, check_dtypes, define
+from .library import as_rows, as_shape, check_dtypes, define
 
 __all__ = ["linear_dynamic"]
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, columns: int) -> Tensor:
     check_dtypes(x, bias)
-    x_codes, x_scale = quantize_rows(x.reshape(-1, x.shape[-1]))
+    x_codes, x_scale = quantize_rows(as_rows(x))
     y = int8_matmul(x_codes, codes).float().mul_(x_scale).mul_(scale.t())
     y = y if bias is None else y.add_(bias.float())
     return as_shape(y.to(x.dtype), (*x.shape[:-1], codes.shape[0]))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..numerics.products import int8_matmul
 from .dequantize import reference as dequantize
-from .library import as_shape, check_dtypes, define
+from .library import as_rows, as_shape, check_dtypes, define
 
 __all__ = ["linear_static"]
 
@@ -25,7 +25,7 @@ HIGHEST = 127
 def reference(x: Tensor, codes: Tensor, scale: Tensor, sums: Tensor, input_scale: Tensor, input_zero: Tensor, bias: Tensor | None,
               columns: int) -> Tensor:
     check_dtypes(x, bias)
-    flat = x.reshape(-1, x.shape[-1]).float()
+    flat = as_rows(x).float()
     rounded = ((flat / input_scale).round() + input_zero).clamp(-HIGHEST, HIGHEST)
     x_codes = rounded.nan_to_num(0.0).to(torch.int8)
     y = (int8_matmul(x_codes, codes) - input_zero * sums.t()).float().mul_(input_scale).mul_(scale.t())
@@ -42,7 +42,7 @@ def fake(x: Tensor, codes: Tensor, scale: Tensor, sums: Tensor, input_scale: Ten
 
 def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, codes, scale, _, input_scale, input_zero, _, ctx.columns = inputs
-    ctx.save_for_backward(x, codes, scale, input_scale, input_zero)
+    ctx.save_for_backward(x if ctx.needs_input_grad[0] else None, codes, scale, input_scale, input_zero)
 
 
 def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
