@@ -366,10 +366,13 @@ def _has_inference(target: Any) -> bool:
 def _past_autograd(operator: Any) -> Callable:
     """The operator in eager mode: where no argument wants a gradient, its overload without the formula of one."""
     run, grad_enabled = operator.overloadpacket.inference._op, torch.is_grad_enabled        # _op: a Python call less
+    modes = torch._C._len_torch_dispatch_stack
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or forward_ad._current_level >= 0 or (grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)):
+        if kwargs or modes() or forward_ad._current_level >= 0:            # a mode may be writing a graph of this
             return operator(*args, **kwargs)
+        if grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return operator(*args)
         return run(*args)
     return call
 

@@ -298,3 +298,66 @@ def test_a_torch_without_the_interface_runs_the_references(monkeypatch):
     library, reason = binding._load()
     assert library is None
     assert reason == f"torch {torch.__version__} has no torch_of_another_time"
+
+
+@needs_library
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("rows", [97, 101, 200, 1999])
+def test_chunks_of_any_size_give_the_same_bits(rows, levels):
+    x, codes, scale, bias = operands(rows, 1100, 48)
+    for level in range(best_level() + 1):
+        want = linear_int8(x, codes, scale, bias, levels, level, 1)
+        for threads in (2, 3, 5, 8):
+            assert torch.equal(linear_int8(x, codes, scale, bias, levels, level, threads), want)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 30])
+@pytest.mark.parametrize("scheme", ["int8", "int4", inro_fx.uniform(3, 16)], ids=str)
+def test_infinity_goes_through_as_in_floats(scheme, rows):
+    small = inro_fx.quantize_graph(torch.nn.Linear(64, 24), torch.randn(2, 64), scheme)
+    x = torch.randn(rows, 64)
+    x[0, 5] = float("inf")
+    want = torch.nn.functional.linear(x, small.weight, small.bias)
+    torch.testing.assert_close(small(x), want, rtol=1e-3, atol=1e-2, equal_nan=True)
+
+
+@needs_library
+@pytest.mark.parametrize("rows", [1, 5, 50])
+def test_a_zero_point_leaves_zeros_exact(rows):
+    codes = torch.randint(60, 128, (33, 4096), dtype=torch.int8)
+    fixed = (torch.tensor([[0.037]]), torch.tensor([[-101]], dtype=torch.int32), codes.sum(1, keepdim=True, dtype=torch.int32))
+    bias = torch.randn(33)
+    for level in range(best_level() + 1):
+        assert torch.equal(linear_int8(torch.zeros(rows, 4096), codes, torch.rand(33, 1), bias, 1, level, fixed=fixed), bias.expand(rows, 33))
+
+
+@needs_library
+def test_one_row_with_groups_keeps_small_codes_beside_large_inputs():
+    codes = torch.randint(-1, 2, (8, 4096), dtype=torch.int8)
+    x, scale = torch.rand(1, 4096) + 5, torch.ones(8, 128)
+    want = torch.nn.functional.linear(x.double(), codes.double())
+    assert (torch.ops.inro_fx.linear(x, codes, scale, None, 8, 32, 4096) - want).abs().max() < 0.05
+
+
+@needs_library
+def test_the_errors_of_references_are_told():
+    codes, scale = torch.zeros(5, 8, dtype=torch.int8), torch.ones(5, 1)
+    for group, empty in ((2**63 - 1, torch.zeros(1, 0)), (8, torch.zeros(5, 0))):
+        with pytest.raises(RuntimeError):
+            torch.ops.inro_fx.dequantize(codes, empty, 8, group, 8, torch.float32)
+        with pytest.raises(RuntimeError):
+            torch.ops.inro_fx.linear(torch.ones(1, 8), codes, empty, None, 8, group, 8)
+    with pytest.raises(RuntimeError, match="8 columns are no weights of 9"):
+        torch.ops.inro_fx.dequantize.reference(codes, scale, 8, 0, 9, torch.float32)
+    if torch.__version__ >= "2.13":
+        with pytest.raises(RuntimeError, match="out of range"):
+            torch.ops.inro_fx.embedding(torch.tensor([7], dtype=torch.int32), codes, scale, 8, 0, 8, torch.float32)
+        with pytest.raises(RuntimeError, match="8 columns are no weights of 9"):
+            torch.ops.inro_fx.dequantize(codes, scale, 8, 0, 9, torch.float32)
+
+
+def test_no_inputs_at_all():
+    codes = torch.zeros(5, 0, dtype=torch.int8)
+    bias = torch.randn(5)
+    for op, rest in ((torch.ops.inro_fx.linear, (8, 0, 0)), (torch.ops.inro_fx.linear_dynamic, (0,))):
+        assert torch.equal(op(torch.zeros(3, 0), codes, torch.ones(5, 1), bias, *rest), bias.expand(3, 5))

@@ -637,7 +637,7 @@ def test_the_source_of_a_graph_goes_with_it():
         gc.collect()
         return {name for name in linecache.cache if name.startswith("<graph")}
     before = sources()
-    small = [inro_fx.quantize_graph(nn.Linear(16, width + 40), torch.randn(2, 16)) for width in range(1, 4)]
+    small = inro_fx.quantize_graph(nn.Linear(4321, 40), torch.randn(2, 4321))           # as no other test has it
     assert sources() - before
     del small
     assert sources() <= before

@@ -162,3 +162,39 @@ def test_compiled_graphs_call_the_kernels_without_python(scheme):
         assert torch.equal(compiled(x), small(x))
     name = "linear_dynamic" if scheme == "int8_dynamic" else "linear"
     assert called == [f"inro_fx.{name}.inference"] * 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")            # torch.export's about itself
+@pytest.mark.parametrize("trace", ["export", "decomposed", "make_fx"])
+def test_gradients_survive_tracing(trace):
+    from torch.fx.experimental.proxy_tensor import make_fx
+    x = torch.randn(3, 64)
+    small = inro_fx.quantize_graph(torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)), x)
+    want = torch.autograd.grad(small(x.requires_grad_()).sum(), x)[0]
+    x = x.detach()
+    if trace == "make_fx":
+        traced = make_fx(small)(x)
+    else:
+        program = torch.export.export(small, (x,))
+        traced = (program.run_decompositions() if trace == "decomposed" else program).module()
+    assert torch.allclose(torch.autograd.grad(traced(x.requires_grad_()).sum(), x)[0], want)
+
+
+def test_a_graph_edited_to_keywords_still_runs():
+    x = torch.randn(3, 64)
+    small = inro_fx.quantize_graph(torch.nn.Linear(64, 8), x)
+    want = small(x)
+    [node] = [n for n in small.graph.nodes if "inro_fx" in str(n.target)]
+    node.args, node.kwargs = node.args[:-1], {"columns": node.args[-1]}
+    small.recompile()
+    assert torch.equal(small(x), want)
+    assert not inro_fx.report(small).outside
+
+
+def test_a_replica_reads_its_own_tensors():
+    x = torch.randn(3, 64)
+    small = inro_fx.quantize_graph(torch.nn.Linear(64, 8), x)
+    replica = small._replicate_for_data_parallel()
+    replica._parameters = {"bias": torch.zeros(8)}
+    replica._buffers = dict(small._buffers)
+    assert torch.allclose(replica(x), small(x) - small.bias, atol=1e-5)

@@ -2,7 +2,8 @@
 
 Every operator has three overloads of one schema. The plain one carries the gradient's formula, in Python. ``inference`` is the
 same without one: what captured graphs call where nothing wants a gradient, and what the plain one comes down to where gradients are
-switched off, so that a call reaches its kernel without Python in between. ``reference`` is what runs where no kernel covers the case.
+switched off, so that a call reaches its kernel without Python in between. ``reference`` is what runs where no kernel
+covers the case.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ def _with_formula(packet: Any, setup: Callable | None, backward: Callable) -> Ca
     formula = make_autograd_impl(packet.default, Info(backward, setup))
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args):
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
             raise NotImplementedError(f"{packet} has no forward-mode derivative")
-        return formula(keyset, *args, **kwargs) if torch.is_grad_enabled() else packet.inference(*args, **kwargs)
+        if torch.is_grad_enabled() or torch.compiler.is_exporting():       # an exported program may be trained later
+            return formula(keyset, *args, **kwargs)
+        return packet.inference(*args, **kwargs)
     return call
