@@ -373,19 +373,19 @@ static void transpose_avx2(const int8_t *codes, int64_t in, int64_t padded, int 
     __m256i v = _mm256_set1_epi32(two);               /* the next line keeps the rows in order, and the sums in registers */ \
     __asm__ volatile("" : "+x"(v), "+x"(a##i), "+x"(b##i)); \
     a##i = _mm256_add_epi32(a##i, _mm256_madd_epi16(w0, v)); b##i = _mm256_add_epi32(b##i, _mm256_madd_epi16(w1, v)); }
-#define KEEP16(i) \
-    left[i] = _mm256_add_ps(left[i], _mm256_cvtepi32_ps(_mm256_sub_epi32(a##i, m0))); \
-    right[i] = _mm256_add_ps(right[i], _mm256_cvtepi32_ps(_mm256_sub_epi32(b##i, m1)));
+#define START16(i) __m256i a##i = m0, b##i = m1;
+#define KEEP16(i) left[i] = _mm256_add_ps(left[i], _mm256_cvtepi32_ps(a##i)); right[i] = _mm256_add_ps(right[i], _mm256_cvtepi32_ps(b##i));
 #define PANEL_AVX2(M) \
 __attribute__((target("avx2"))) \
 static void panel##M##_avx2(const int16_t *x, int64_t padded, int64_t safe, const int16_t *packed, const float *x_scale, \
                             const int32_t *minus, const float *by, const float *plus, float *y, int64_t out, int width) { \
     __m256 left[M], right[M]; \
-    const __m256i m0 = _mm256_loadu_si256((const __m256i *)minus), m1 = _mm256_loadu_si256((const __m256i *)(minus + 8)); \
     for (int i = 0; i < M; i++) left[i] = right[i] = _mm256_setzero_ps(); \
     for (int64_t start = 0; start < padded; start += safe) { \
         const int64_t end = start + safe < padded ? start + safe : padded; \
-        DO##M(ZERO16) \
+        const __m256i m0 = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_loadu_si256((const __m256i *)minus)); \
+        const __m256i m1 = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_loadu_si256((const __m256i *)(minus + 8))); \
+        DO##M(START16) \
         for (int64_t p = start / 2; p < end / 2; p++) { \
             const __m256i w0 = _mm256_load_si256((const __m256i *)(packed + p * 32)), w1 = _mm256_load_si256((const __m256i *)(packed + p * 32 + 16)); \
             DO##M(MULTIPLY16) \
@@ -941,7 +941,7 @@ static int way_of(const job *j) {
     const int always = j->bits < 8 || j->group;        /* blocks know neither packed codes nor groups */
     if (j->level >= VNNI && (always || rows * j->levels >= MANY)) return PANELS_VNNI;
     if (j->level == AVX2 && always) return PANELS_AVX2;
-    if (j->level == AVX2 && rows >= MANY_AVX2 && (j->levels == 2 || j->in < 512 || j->in % 32)) return PANELS_AVX2;
+    if (j->level == AVX2 && rows >= (j->levels == 1 && j->in >= 512 && j->in % 32 == 0 ? 2 : 1) * MANY_AVX2) return PANELS_AVX2;
     return BLOCKS;
 }
 
