@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["LEVELS", "best_level", "choice", "linear_int8", "register", "unavailable"]
+__all__ = ["LEVELS", "best_level", "covers", "linear_int8", "register", "unavailable"]
 
 LEVELS = ("portable C", "C with AVX2", "C with AVX-512 VNNI")
 SETTINGS = {"portable": 0, "avx2": 1}          # of the environment variable INRO_FX_KERNELS, beside "off"
@@ -53,7 +53,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if missing:
         return None, f"torch {torch.__version__} has no {missing[0].partition('|')[0]}"
     library.inro_linear.argtypes = (_P, _L, _L, _L, _P, _L, _I, _L, _P, _L, _P, _P, _I, _I, _I, _I, _P, _P, _P)
-    library.inro_choice.argtypes = (_I, _I, _L, _L, _L, _L)
+    library.inro_covers.argtypes = (_I, _I, _L, _L, _L, _L)
     if setting in SETTINGS:
         library.inro_limit_level(SETTINGS[setting])
     return library, ""
@@ -80,9 +80,9 @@ def best_level() -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def choice(op: str, bits: int, group: int, columns: int, rows: int, level: int) -> int:
-    """0 where the C kernel runs the case, or the index in REASONS of `choice` why it does not."""
-    return 1 if _library is None else _library.inro_choice(OPERATORS.index(op), level, bits, group, columns, rows)
+def covers(op: str, bits: int, group: int, columns: int, rows: int) -> bool:
+    """Does a C kernel run the case? The limits stand in operators.c, where they are used."""
+    return _library is not None and bool(_library.inro_covers(OPERATORS.index(op), best_level(), bits, group, columns, rows))
 
 
 def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, levels: int, level: int = -1,

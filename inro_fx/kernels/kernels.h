@@ -55,7 +55,7 @@ void dots(const float *x, int64_t stride, int m, const int8_t *codes, int64_t in
 #pragma GCC visibility pop
 
 /* operators.c */
-int inro_choice(int op, int level, int64_t bits, int64_t group, int64_t columns, int64_t rows);
+int inro_covers(int op, int level, int64_t bits, int64_t group, int64_t columns, int64_t rows);
 int inro_register(void *const *addresses);
 
 #endif

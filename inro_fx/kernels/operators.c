@@ -148,18 +148,15 @@ static int threads(void) {
 /* ---- which cases the kernels cover ---- */
 
 enum { LINEAR, LINEAR_DYNAMIC, LINEAR_STATIC, EMBEDDING, DEQUANTIZE };
-enum { COVERED, NO_LIBRARY, MANY_ROWS, WIDTH, COLUMNS };
 enum { MOST_COLUMNS = 65536, FEW = 2 };                /* 255 * 127 * 65536 still fits int32 */
 
-/* 0 where the C kernel runs the case, or which of REASONS in kernels/choice.py it does not for. The limits were measured. */
-int inro_choice(int op, int level, int64_t bits, int64_t group, int64_t columns, int64_t rows) {
-    if (level < PORTABLE) return NO_LIBRARY;
-    if (bits > 8 || bits < 2 || group < 0) return WIDTH;
-    if (columns < 1 || columns > MOST_COLUMNS) return COLUMNS;
-    if (op == EMBEDDING || op == DEQUANTIZE) return COVERED;
-    if (bits < 8 || group) return rows <= FEW || inro_has_panels(level, bits, group) ? COVERED : MANY_ROWS;
-    if (op == LINEAR && columns < 16 && rows > 8) return MANY_ROWS;
-    return level >= AVX2 || rows <= (op == LINEAR ? 2 : 4) ? COVERED : MANY_ROWS;
+/* Does a kernel run the case? The limits were measured: elsewhere the reference is faster, or there is no kernel. */
+int inro_covers(int op, int level, int64_t bits, int64_t group, int64_t columns, int64_t rows) {
+    if (level < PORTABLE || bits > 8 || bits < 2 || group < 0 || columns < 1 || columns > MOST_COLUMNS) return 0;
+    if (op == EMBEDDING || op == DEQUANTIZE) return 1;
+    if (bits < 8 || group) return rows <= FEW || inro_has_panels(level, bits, group);
+    if (op == LINEAR && columns < 16 && rows > 8) return 0;
+    return level >= AVX2 || rows <= (op == LINEAR ? 2 : 4);
 }
 
 /* ---- linear layers ---- */
@@ -213,7 +210,7 @@ static void linear(int op, const char *name, word *stack, const linear_arguments
     const int dtype = float_dtype(x.dtype);
     const int64_t step = x.plain && !wrong ? row_step(&x) : -1, rows = step >= 0 && a->columns ? numel(&x) / a->columns : 0;
     int covered = !wrong && step >= 0 && dtype >= 0 && readable(&codes, &scale, a->bits, a->group, a->columns)
-        && (!a->bias || (bias.plain && contiguous(&bias))) && !inro_choice(op, inro_level(), a->bits, a->group, a->columns, rows);
+        && (!a->bias || (bias.plain && contiguous(&bias))) && inro_covers(op, inro_level(), a->bits, a->group, a->columns, rows);
     const float *input_scale = NULL;
     const int32_t *zero = NULL, *sums = NULL;
     if (op == LINEAR_STATIC && covered) {
@@ -276,7 +273,7 @@ static void op_dequantize(word *stack, uint64_t inputs, uint64_t outputs) {
     const tensor codes = tensor_of(stack[0]), scale = tensor_of(stack[1]);
     const int64_t bits = (int64_t)stack[2], group = (int64_t)stack[3], columns = (int64_t)stack[4];
     const int dtype = float_dtype((int32_t)stack[5]);
-    if (dtype < 0 || inro_choice(DEQUANTIZE, inro_level(), bits, group, columns, 1) || !readable(&codes, &scale, bits, group, columns)) {
+    if (dtype < 0 || !inro_covers(DEQUANTIZE, inro_level(), bits, group, columns, 1) || !readable(&codes, &scale, bits, group, columns)) {
         call_reference("inro_fx::dequantize", stack);
         return;
     }
@@ -298,7 +295,7 @@ static void op_embedding(word *stack, uint64_t inputs, uint64_t outputs) {
     const int64_t bits = (int64_t)stack[3], group = (int64_t)stack[4], columns = (int64_t)stack[5];
     const int dtype = float_dtype((int32_t)stack[6]);
     if (dtype < 0 || !ids.plain || ids.dim >= DIMS || ids.dtype != int64_dtype || !contiguous(&ids)
-        || inro_choice(EMBEDDING, inro_level(), bits, group, columns, 1) || !readable(&codes, &scale, bits, group, columns)) {
+        || !inro_covers(EMBEDDING, inro_level(), bits, group, columns, 1) || !readable(&codes, &scale, bits, group, columns)) {
         call_reference("inro_fx::embedding", stack);
         return;
     }
