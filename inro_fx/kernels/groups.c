@@ -214,8 +214,7 @@ static int has_lanes(int bits, int64_t group) { return (bits == 4 || bits == 8) 
 /* What the columns of a block share: see `columns_vnni`. */
 typedef struct {
     const integers *x;
-    int64_t padded, in, bytes, group, groups, scale_step;
-    int bits;
+    int64_t padded, in, bytes, group, groups;
 } row_by_rows;
 
 /* 64 codes from column `k` on as unsigned numbers, code + 8 or code + 128; `there` are the bytes of them that exist. */
@@ -341,7 +340,7 @@ static int results_of(const job *j, int64_t first, int64_t last) {
     int floats = !j->as_integers;
 #ifdef X86
     for (int64_t r = 0; r < j->rows && j->as_integers; r++) {
-        const row_by_rows one = {j->as_integers + r, j->padded, j->in, j->bytes, j->group, (j->in + j->group - 1) / j->group, j->scale_step, j->bits};
+        const row_by_rows one = {j->as_integers + r, j->padded, j->in, j->bytes, j->group, (j->in + j->group - 1) / j->group};
         if (!one.x->q) { floats = 1; continue; }
         for (int64_t n = first; n < last; n += 4) {
             const uint8_t *row[4];
@@ -367,8 +366,9 @@ int inro_linear_groups(const void *x, int64_t rows, int64_t in, int64_t stride, 
                        const float *scale, int64_t scale_step, const void *bias, void *y, int dtype, int threads, int level) {
     if (rows == 0 || out == 0) return 0;
     if (level < 0) level = inro_level();
-    job j = {codes, bias, x, scale, y, rows, in, stride, out, group ? group : (in + 63) / 64 * 64, scale_step, bytes_of_row(in, bits), (in + 63) / 64 * 64,
-             bits, dtype, level, NULL};
+    const int64_t padded = (in + 63) / 64 * 64;
+    job j = {codes, bias, x, scale, y, rows, in, stride, out, group ? group : padded, scale_step, bytes_of_row(in, bits), padded, bits, dtype,
+             level, NULL};
     float *floats = NULL;
     if (dtype != FLOAT32) {
         floats = aligned((size_t)(rows * in) * sizeof(float));

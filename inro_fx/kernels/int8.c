@@ -97,7 +97,6 @@ static int quantize_row(const float *x, int64_t n, int64_t padded, int levels, i
     } else {
         int32_t high_sum = 0, low_sum = 0;
         float inverse = 1.0f / s;
-        if (!(inverse <= 3.402823466e38f)) inverse = 0.0f;
         for (int64_t i = 0; i < n; i++) {
             float v = rintf(x[i] * inverse);
             v = v > 16256.0f ? 16256.0f : v < -16256.0f ? -16256.0f : v;
@@ -201,7 +200,7 @@ static int quantize_row_avx2(const float *x, int64_t n, int64_t padded, int leve
     float steps = levels == 2 ? 16256.0f : 127.0f, s = largest / steps;
     if (s < 1.17549435e-38f) s = 1.0f;
     float inverse = 1.0f / s;
-    if (!finite || !(inverse <= 3.402823466e38f)) return quantize_row(x, n, padded, levels, q, scale, sums);      /* rare */
+    if (!finite) return quantize_row(x, n, padded, levels, q, scale, sums);      /* rare */
     *scale = s;
     memset(q + n, 0, (size_t)(padded - n));
     if (levels == 2) memset(q + padded + n, 0, (size_t)(padded - n));
@@ -462,7 +461,6 @@ static void quantize_wide_avx2(const float *x, int64_t n, int64_t padded, int le
     float s = largest / steps;
     if (s < 1.17549435e-38f) s = 1.0f;
     float inverse = 1.0f / s;
-    if (!(inverse <= 3.402823466e38f)) inverse = 0.0f;
     *scale = finite ? s : NAN;
     if (!finite) { memset(q, 0, (size_t)padded * sizeof(int16_t)); return; }
     const __m256 by = _mm256_set1_ps(s), times = _mm256_set1_ps(inverse), high = _mm256_set1_ps(steps), low = _mm256_set1_ps(-steps);
@@ -829,7 +827,7 @@ static int quantize_row_vnni(const float *x, int64_t n, int64_t padded, int leve
     }
     const float largest = _mm512_reduce_max_ps(top), total = levels == 2 ? _mm512_reduce_add_ps(all) : 0.0f;
     const float steps = levels == 2 ? 16256.0f : 127.0f, step = largest / steps, s = step < 1.17549435e-38f ? 1.0f : step, inverse = 1.0f / s;
-    if (bad || !(inverse <= 3.402823466e38f) || !(total <= 3.402823466e38f))        /* rare: the plain loop knows what to do */
+    if (bad || !(total <= 3.402823466e38f))        /* rare: the plain loop knows what to do */
         return quantize_row(x, n, padded, levels, q, scale, sums);
     *scale = s;
     const __m512 by = _mm512_set1_ps(s), times = _mm512_set1_ps(inverse), high = _mm512_set1_ps(steps), low = _mm512_set1_ps(-steps);

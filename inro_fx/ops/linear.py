@@ -6,6 +6,8 @@ Gradients flow to x and bias.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,8 +41,9 @@ def cpu(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int,
     return as_shape(y if bias is None else y.add_(bias), (*x.shape[:-1], out))
 
 
-def fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
-    torch._check(x.shape[-1] == columns, lambda: f"a linear of {columns} inputs got {x.shape[-1]}")
+def fake(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
+    """Of every linear operator: ``columns`` is the last argument."""
+    torch._check(x.shape[-1] == rest[-1], lambda: f"a linear of {rest[-1]} inputs got {x.shape[-1]}")
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 

@@ -7,12 +7,12 @@ weights (straight through the rounding of x).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..numerics.products import int8_matmul, quantize_rows
 from .dequantize import reference as dequantize
 from .library import as_rows, as_shape, check_dtypes, define
+from .linear import fake
 
 __all__ = ["linear_dynamic"]
 
@@ -23,11 +23,6 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, colu
     y = int8_matmul(x_codes, codes).float().mul_(x_scale).mul_(scale.t())
     y = y if bias is None else y.add_(bias.float())
     return as_shape(y.to(x.dtype), (*x.shape[:-1], codes.shape[0]))
-
-
-def fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    torch._check(x.shape[-1] == columns, lambda: f"a linear of {columns} inputs got {x.shape[-1]}")
-    return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
 def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..numerics.products import int8_matmul
 from .dequantize import reference as dequantize
 from .library import as_rows, as_shape, check_dtypes, define
+from .linear import fake
 
 __all__ = ["linear_static"]
 
@@ -32,12 +33,6 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, sums: Tensor, input_scale
     y = y if bias is None else y.add_(bias.float())
     y = torch.where(flat.isfinite().all(1, keepdim=True), y, torch.nan)
     return as_shape(y.to(x.dtype), (*x.shape[:-1], codes.shape[0]))
-
-
-def fake(x: Tensor, codes: Tensor, scale: Tensor, sums: Tensor, input_scale: Tensor, input_zero: Tensor, bias: Tensor | None,
-         columns: int) -> Tensor:
-    torch._check(x.shape[-1] == columns, lambda: f"a linear of {columns} inputs got {x.shape[-1]}")
-    return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
 def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
