@@ -361,3 +361,24 @@ def test_no_inputs_at_all():
     bias = torch.randn(5)
     for op, rest in ((torch.ops.inro_fx.linear, (8, 0, 0)), (torch.ops.inro_fx.linear_dynamic, (0,))):
         assert torch.equal(op(torch.zeros(3, 0), codes, torch.ones(5, 1), bias, *rest), bias.expand(3, 5))
+
+
+@needs_library
+@pytest.mark.parametrize("rows", [1, 2, 3, 20])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [0, 16, 32, 64, 128])
+@pytest.mark.parametrize("inner", [64, 100, 512])
+def test_groups_at_every_number_of_rows(rows, bits, group, inner):
+    g = torch.Generator().manual_seed(rows)
+    codes = torch.randint(-(1 << bits - 1), 1 << bits - 1, (37, inner), generator=g, dtype=torch.int8)
+    scale, x = torch.rand(37, -(-inner // group) if group else 1, generator=g) + 0.5, torch.rand(rows, inner, generator=g)
+    got = torch.ops.inro_fx.linear(x, pack_bits(codes, bits) if bits < 8 else codes, scale, None, bits, group, inner)
+    close(got, torch.nn.functional.linear(x.double(), unscale(codes, scale, group, torch.float64)).float())
+
+
+@needs_library
+@pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
+def test_halves_are_rounded_to_even(dtype, step):
+    scale = (1 + step * torch.arange(128.0))[:, None]              # every other one lies half way between two numbers
+    codes = torch.tensor([[1, -1, 2, -64] * 5], dtype=torch.int8).expand(128, 20).contiguous()
+    assert torch.equal(torch.ops.inro_fx.dequantize(codes, scale, 8, 0, 20, dtype), (codes * scale).to(dtype))
