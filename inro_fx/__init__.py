@@ -39,9 +39,10 @@ from .observers import (  # noqa: E402
     PercentileObserver,
     all_reduce_observers,
 )
+from .load import load  # noqa: E402
 from .onnx_export import export_onnx  # noqa: E402
-from .report import Report, Row, Skipped, report  # noqa: E402
-from .save import load, save  # noqa: E402
+from .report import ProgramCalls, Report, Row, Skipped, report  # noqa: E402
+from .save import save  # noqa: E402
 from .schemes import SCHEMES, Scheme, static, uniform  # noqa: E402
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "Observer",
     "PassError",
     "PercentileObserver",
+    "ProgramCalls",
     "Report",
     "Row",
     "Scheme",

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
 from .errors import InputError, ModelError
-from .passes.example import Example
+from .passes.capture.example import Example
+from .passes.program import Pass
 from .passes.scheme import Scheme
-from .pipeline import apart, options_of, quantize_model
-from .prepare import Prepared, calibrated, converted, prepare_calibration, prepare_training
+from .prepare import Prepared, calibrated, converted, examples_of, prepare_calibration, prepare_training
+from .steps import apart, options_of, quantize
 
 __all__ = ["convert_graph", "prepare_graph", "quantize_graph"]
 
 MOST_CALIBRATION = 8            # batches of calibration data on which errors are measured
+Model = TypeVar("Model", bound=nn.Module)
 
 
-def quantize_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme = "int8", *,
+def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "int8", *,
                    overrides: Mapping[Any, Any] | None = None, calibration: Iterable[Any] | None = None,
                    capture: str = "auto", inplace: bool = False, fold_batchnorm: bool = False,
-                   strict: bool = False) -> nn.Module:
+                   strict: bool = False, passes: Sequence[Pass] = ()) -> Model:
     """A model that does the same job as ``model`` with integer weights.
 
     Parameters
@@ -49,6 +51,8 @@ def quantize_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme =
         Multiply batch norms into the convolutions before them. The result can then not be trained further.
     strict
         A call that the graph does not cover raises `GraphNotTaken` instead of running the module's own forward.
+    passes
+        Passes of your own, ``(program, context) -> program``, that run after those of the compiler (docs/writing-a-pass.md).
 
     Returns
     -------
@@ -65,28 +69,27 @@ def quantize_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme =
     >>> small(torch.randn(3, 64)).shape, small[0].weight_codes.dtype
     (torch.Size([3, 10]), torch.int8)
     """
-    options = options_of(model, scheme, overrides, capture, inplace, fold_batchnorm, strict)
+    options = options_of(model, scheme, overrides, capture, inplace, fold_batchnorm, strict, passes)
     example = Example.of(example_inputs)
-    if options.calibrates:
-        return calibrated(model, example, options, calibration, MOST_CALIBRATION)
-    batches = _first(calibration, example)
-    with apart(model, inplace):
-        return quantize_model(model, example, batches, options)
+    with apart():
+        if options.calibrates:
+            return calibrated(model, example, options, calibration, MOST_CALIBRATION)          # type: ignore[return-value]
+        return quantize(model, example, _first(calibration, example), options)          # type: ignore[return-value]
 
 
 def _first(calibration: Iterable[Any] | None, example: Example) -> list[Example]:
     """The inputs on which errors are measured."""
     if calibration is None:
         return [example]
-    batches = [Example.of(b) for b in itertools.islice(calibration, MOST_CALIBRATION)]
+    batches = list(itertools.islice(examples_of(calibration), MOST_CALIBRATION))
     if not batches:
         raise InputError("calibration gives no inputs: give at least one, like example_inputs")
     return batches
 
 
-def prepare_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme = "int8_static", *,
+def prepare_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "int8_static", *,
                   overrides: Mapping[Any, Any] | None = None, capture: str = "auto", qat: bool = False,
-                  learn_scales: bool = False) -> nn.Module:
+                  learn_scales: bool = False) -> Model:
     """A copy of ``model`` in eval mode with an observer in front of every linear whose input ``scheme`` quantizes statically.
 
     Run it on calibration data (any calls that the model takes), then give it to `convert_graph`. The observers are modules
@@ -110,12 +113,13 @@ def prepare_graph(model: nn.Module, example_inputs: Any, scheme: str | Scheme = 
         raise InputError("learn_scales=True is for training: add qat=True")
     options = options_of(model, scheme, overrides, capture)
     example = Example.of(example_inputs)
-    with apart(model):
-        return prepare_training(model, example, options, learn_scales) if qat else prepare_calibration(model, example, options)
+    with apart():
+        prepared = prepare_training(model, example, options, learn_scales) if qat else prepare_calibration(model, example, options)
+    return prepared          # type: ignore[return-value]
 
 
-def convert_graph(prepared: nn.Module, calibration: Iterable[Any] | None = None) -> nn.Module:
-    """The integer model of a prepared and calibrated one; ``prepared`` becomes the float model again.
+def convert_graph(prepared: Model, calibration: Iterable[Any] | None = None) -> Model:
+    """The integer model of a prepared and calibrated one; ``prepared`` stays as it is, to be trained further and converted again.
 
     ``calibration``, if given, are inputs on which the errors of the report are measured, in the place of the example.
 
@@ -125,4 +129,5 @@ def convert_graph(prepared: nn.Module, calibration: Iterable[Any] | None = None)
     record: Prepared | None = getattr(prepared, "__dict__", {}).get("_inro_prepared")
     if record is None:
         raise ModelError(f"this {type(prepared).__name__} was not made by inro_fx.prepare_graph")
-    return converted(prepared, record, _first(calibration, record.example))
+    with apart():
+        return converted(prepared, record, _first(calibration, record.example))          # type: ignore[return-value]

@@ -18,7 +18,7 @@ from tabulate import tabulate
 from torch import nn
 
 from .kernels import kernels
-from .passes.example import Example
+from .passes.capture.example import Example
 from .report import report
 from .schemes import find_scheme
 

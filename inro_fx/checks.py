@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from .errors import ModelError
-from .passes.module import PackedWeights, needs_rebasing
+from .passes.run.classes import needs_rebasing
+from .passes.run.weights import PackedWeights
 
 __all__ = ["check_model"]
 

@@ -18,10 +18,10 @@ from .api import quantize_graph
 from .benchmark import benchmark
 from .draw import draw
 from .errors import InputError, InroError, MissingTool, ModelError
-from .pipeline import CAPTURES
 from .report import report
 from .save import save
 from .schemes import SCHEMES, uniform
+from .steps import CAPTURES
 
 __all__ = ["main"]
 

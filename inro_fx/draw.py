@@ -21,6 +21,8 @@ from torch import fx, nn
 from .atomic import write_bytes
 from .errors import InroError, MissingTool, ModelError
 from .passes.carriers import name_of_target
+from .passes.program import shape_of
+from .passes.run.forward import GraphForward
 from .report import Record, _percent
 
 __all__ = ["draw", "to_networkx"]
@@ -44,7 +46,8 @@ def to_networkx(model: nn.Module) -> nx.DiGraph:
     """
     record = _record(model)
     picture: nx.DiGraph = nx.DiGraph()
-    graph: fx.Graph | None = model.__dict__.get("_inro_graph")
+    runners = model._inro_runners if isinstance(model, GraphForward) else []
+    graph = runners[0].program.graph if runners else None
     if graph is None:
         return _python_root(model, record, picture)
     skips = {s.layer: s.reason for s in record.skipped}
@@ -52,13 +55,13 @@ def to_networkx(model: nn.Module) -> nx.DiGraph:
     for node in graph.nodes:
         if node not in kept:
             continue
-        error = record.errors.get(("", node.meta.get("target", node.name)))
-        target = ("", node.meta.get("target", node.name)) in record.errors
+        error = record.errors.get(("", node.name))
+        target = ("", node.name) in record.errors
         plain = "target" if target else "operator"
         kind = {"placeholder": "input", "output": "output", "call_module": "module"}.get(node.op, plain)
-        shape = node.meta.get("example")
+        shape = shape_of(node)
         picture.add_node(node.name, op=_label(node), module=node.meta.get("module", ""), kind=kind, error=error,
-                         kernel=node.meta.get("kernel", ""), shape=tuple(shape[1]) if shape else ())
+                         kernel=node.meta.get("kernel", ""), shape=shape or ())
         reason = next((skips[i.meta["alias"].constant] for i in node.all_input_nodes
                        if "alias" in i.meta and i.meta["alias"].constant in skips), None)
         if reason is not None:
@@ -88,7 +91,7 @@ def _record(model: nn.Module) -> Record:
 
 def _is_operator(node: fx.Node) -> bool:
     """Does the node compute a tensor from activations? (Sizes, weights and guards are not drawn.)"""
-    return node.op == "call_module" or (node.op in ("call_function", "call_method") and "example" in node.meta
+    return node.op == "call_module" or (node.op in ("call_function", "call_method") and "value" in node.meta
                                         and "unpacks" not in node.meta and "alias" not in node.meta)
 
 
@@ -101,7 +104,7 @@ def _sources(node: fx.Node, kept: set[fx.Node]) -> list[fx.Node]:
             found[source] = None
         elif source not in seen:
             seen.add(source)
-            pending.extend(source.all_input_nodes if "example" not in source.meta or source.op != "get_attr" else [])
+            pending.extend(source.all_input_nodes if "value" not in source.meta or source.op != "get_attr" else [])
     return list(found)
 
 

@@ -27,8 +27,8 @@ from .ops.embedding import embedding
 from .ops.linear import linear
 from .ops.linear_dynamic import linear_dynamic
 from .ops.linear_static import linear_static
-from .passes.example import Example
-from .passes.module import PackedWeights
+from .passes.capture.example import Example
+from .passes.run.weights import PackedWeights
 
 __all__ = ["export_onnx"]
 

@@ -1,4 +1,4 @@
-"""From decisions to stored parts: packing each weight once, and putting the parts in the place of the floats."""
+"""From decided weights to stored parts: each is packed once, and measured."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from .errors import InroError, SchemeError
 from .int8_tensor import Int8SymmetricTensor
 from .numerics import entropy, weight_error
 from .observers import Observer
-from .passes.constants import owner_of
-from .passes.fuse import fuse
-from .passes.module import Capture, Packed, attach_graph, attach_packed, finish
-from .passes.observe import activation_of
-from .passes.quantize import quantize
-from .passes.session import Session
-from .passes.targets import Decision, Plan, decide_again
-from .passes.verify import verify
-from .schemes import Int8Static
+from .passes.capture.session import Session
+from .passes.rules.observe import activation_of
+from .passes.solve.plan import Plan, Weight, checked_parts, with_scheme
 from .schemes.int8_rowwise_full import int8_rowwise_full
 
-__all__ = ["Packer", "install", "keep_codes", "nodes_of", "rewritten", "settle_inputs", "take_codes", "takes_inputs"]
+__all__ = ["Packer", "keep_codes", "nodes_of", "settle_inputs", "take_codes", "takes_inputs"]
 
 
 class Packer:
@@ -30,39 +25,59 @@ class Packer:
 
     def __init__(self, session: Session, chosen: Plan, steps: Mapping[str, Tensor], given: Mapping[str, dict[str, Tensor]]):
         self.session, self.chosen, self.steps, self.given = session, chosen, steps, given
-        self.parts: dict[str, dict[str, Tensor]] = {}
         self.facts: dict[str, dict[str, Any]] = {}
 
     def pack(self, name: str) -> dict[str, Tensor]:
-        """The parts of a weight."""
-        if name in self.parts:
-            return self.parts[name]
-        decision = self.chosen.decisions[name]
-        matrix = decision.layout.matrix(self.session.tensor(name).detach())
-        if name in self.given:
-            parts = self.given[name]
-        elif name in self.steps:
-            parts = decision.scheme.pack(matrix, self.steps[name])  # type: ignore[call-arg]
-        else:
-            parts = decision.scheme.pack(matrix)
-        self.parts[name] = parts
-
-        def restore(rows: slice) -> Tensor:
-            piece = {part: value if part in decision.single_row else value[rows] for part, value in parts.items()}
-            return decision.scheme.unpack(piece, decision.layout.columns, decision.constant.dtype)
-        scale, integers = parts.get("scale"), getattr(decision.scheme, "integers", None)
-        self.facts[name] = dict(
-            error=weight_error(matrix, restore),
-            entropy=entropy(integers(parts, decision.layout.columns)) if integers is not None else None,
-            bytes=sum(p.numel() * p.element_size() for p in parts.values()),
-            scale=None if scale is None or not scale.numel() else (scale.min().item(), scale.mean().item(), scale.max().item()))
+        """The parts of a weight. Raises `SchemeError` naming it where its scheme fails, or breaks its own bound."""
+        weight = self.chosen.weights[name]
+        if weight.parts is not None:
+            return weight.parts
+        matrix = weight.layout.matrix(self.session.tensor(name).detach())
+        try:
+            parts = self._packed(name, weight, matrix)
+            self.facts[name] = _facts(weight, matrix, parts)
+            self._check(name, weight, matrix, parts)
+        except InroError as error:
+            raise type(error)(f"{name}: {error}") from error
+        except Exception as error:
+            raise SchemeError(f"{name}: the scheme {weight.scheme.name} fails on this weight {tuple(weight.constant.shape)} "
+                              f"({type(error).__name__}: {error})") from error
+        weight.parts = parts
         return parts
 
-    def release(self, name: str) -> None:
-        """Frees a float weight whose parts are made."""
-        self.pack(name)
-        tensor = self.session.tensor(name)
-        tensor.data = tensor.data.new_empty(0)
+    def _packed(self, name: str, weight: Weight, matrix: Tensor) -> dict[str, Tensor]:
+        if name in self.given:
+            return self.given[name]
+        made = weight.scheme.pack(matrix, self.steps[name]) if name in self.steps else weight.scheme.pack(matrix)  # type: ignore[call-arg]
+        return checked_parts(weight.scheme, made, weight.layout.rows)
+
+    def _check(self, name: str, weight: Weight, matrix: Tensor, parts: dict[str, Tensor]) -> None:
+        """A scheme keeps its word: the error of each element is within its bound. (A few rows tell.)"""
+        if name in self.given or name in self.steps or not matrix.numel():
+            return
+        rows = slice(0, 4)
+        piece = {part: value if part in weight.single_row else value[rows] for part, value in parts.items()}
+        restored = weight.scheme.unpack(piece, weight.layout.columns, weight.constant.dtype)
+        if not isinstance(restored, Tensor) or restored.shape != matrix[rows].shape or restored.dtype != weight.constant.dtype:
+            raise SchemeError(f"the scheme {weight.scheme.name} unpacks {tuple(matrix[rows].shape)} to "
+                              f"{tuple(restored.shape) if isinstance(restored, Tensor) else type(restored).__name__}")
+        bound = weight.scheme.bound(matrix)
+        limit = (bound[rows] if bound.dim() and bound.shape[0] == matrix.shape[0] else bound).double()
+        if not bool(((restored.double() - matrix[rows].double()).abs() <= limit * (1 + 1e-3) + 1e-30).all()):
+            raise SchemeError(f"the scheme {weight.scheme.name} is further off than its own bound says")
+
+
+def _facts(weight: Weight, matrix: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Any]:
+    def restore(rows: slice) -> Tensor:
+        piece = {part: value if part in weight.single_row else value[rows] for part, value in parts.items()}
+        restored: Tensor = weight.scheme.unpack(piece, weight.layout.columns, weight.constant.dtype)
+        return restored
+    scale, integers = parts.get("scale"), getattr(weight.scheme, "integers", None)
+    return dict(
+        error=weight_error(matrix, restore),
+        entropy=entropy(integers(parts, weight.layout.columns)) if integers is not None else None,
+        bytes=sum(p.numel() * p.element_size() for p in parts.values()),
+        scale=None if scale is None or not scale.numel() else (scale.min().item(), scale.mean().item(), scale.max().item()))
 
 
 def take_codes(root: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -82,19 +97,20 @@ def take_codes(root: nn.Module) -> dict[str, dict[str, Tensor]]:
 def keep_codes(session: Session, chosen: Plan, given: Mapping[str, object]) -> None:
     """Weights that came as codes keep them, with the scheme that they are of."""
     for name in given:
-        if name in chosen.decisions:
-            chosen.decisions[name] = decide_again(session, chosen.decisions[name], int8_rowwise_full)
+        if name in chosen.weights:
+            chosen.weights[name] = with_scheme(session, chosen.weights[name], int8_rowwise_full)
 
 
 def nodes_of(session: Session) -> dict[tuple[str, str], fx.Node]:
     """The nodes of all captured graphs, by path and name."""
-    return {(path, n.name): n for path, c in session.captures.items() for n in c.graph.nodes}
+    return {(path, n.name): n for path, p in session.captures.items() for n in p.graph.nodes}
 
 
-def takes_inputs(nodes: Mapping[tuple[str, str], fx.Node], decision: Decision) -> bool:
-    """Is the weight used by linears only, each on the right of an input that a graph knows?"""
-    used = [(t, nodes.get((t.capture, t.node or ""))) for t in decision.targets]
-    return len(decision.constant.shape) == 2 and all(n is not None and activation_of(n, t.use) is not None for t, n in used)
+def takes_inputs(nodes: Mapping[tuple[str, str], fx.Node], weight: Weight) -> bool:
+    """Can the scheme's own operator quantize the inputs of every use of a weight?"""
+    used = [(t, nodes.get((t.capture, t.node or ""))) for t in weight.targets]
+    return len(weight.constant.shape) == 2 and not isinstance(weight.scheme.operator("linear"), str) and all(
+        n is not None and activation_of(n, t.use) is not None for t, n in used)
 
 
 def settle_inputs(session: Session, chosen: Plan, observers: Mapping[str, Observer]) -> None:
@@ -103,48 +119,14 @@ def settle_inputs(session: Session, chosen: Plan, observers: Mapping[str, Observ
     Raises `InputError` for a layer that the example reached and the calibration data did not.
     """
     nodes = nodes_of(session)
-    for name, decision in chosen.decisions.items():
-        scheme = decision.scheme
-        if not isinstance(scheme, Int8Static):
+    for name, weight in chosen.weights.items():
+        scheme: Any = weight.scheme
+        if scheme.activation != "static":
             continue
-        unreached = {session.kind_of(t.capture) for t in decision.targets} <= {"unreached"}
-        if name in observers and takes_inputs(nodes, decision) and not unreached:
-            again = decide_again(session, decision, scheme.calibrated(observers[name]))
-            clipped = observers[name].clipped(*again.scheme.input_range())
-            chosen.decisions[name] = dataclasses.replace(again, observer=scheme.observer, clipped=clipped)
+        unreached = {session.kind_of(t.capture) for t in weight.targets} <= {"unreached"}
+        if name in observers and takes_inputs(nodes, weight) and not unreached:
+            again = with_scheme(session, weight, scheme.calibrated(observers[name]))
+            clipped = observers[name].clipped(*again.scheme.input_range())          # type: ignore[attr-defined]
+            chosen.weights[name] = dataclasses.replace(again, observer=scheme.observer, clipped=clipped)
         else:
-            chosen.decisions[name] = decide_again(session, decision, scheme.without_inputs())
-
-
-def rewritten(session: Session, captured: Capture, path: str, chosen: Plan) -> fx.Graph:
-    """The graph of the module at ``path`` with its weights as codes, verified after each pass."""
-    module = session.root.get_submodule(path)
-    graph = quantize(captured.graph, chosen.decisions, path)
-    verify(graph, module, chosen.decisions, after="quantize")
-    graph = fuse(graph, chosen.decisions)
-    verify(graph, module, chosen.decisions, after="fuse")
-    return graph
-
-
-def install(session: Session, chosen: Plan, graphs: Mapping[str, fx.Graph], parts: Mapping[str, Mapping[str, Tensor]],
-            strict: bool) -> None:
-    """Puts parts in the place of the float weights, and the quantized graphs in the place of the float ones."""
-    root = session.root
-    session.state.restore()
-    for decision in chosen.decisions.values():
-        holder, own = owner_of(root, decision.constant.name)
-        for buffer, part in zip(decision.buffers, decision.scheme.parts, strict=True):
-            holder.register_buffer(buffer, parts[decision.constant.name][part])
-        for name in decision.constant.names:
-            owner, leaf = owner_of(root, name)
-            for kind in (owner._parameters, owner._buffers):
-                kind.pop(leaf, None)
-            buffers = tuple(leaf + b[len(own):] for b in decision.buffers)
-            attach_packed(owner, leaf, Packed(decision.scheme, buffers, decision.layout, decision.constant.dtype),
-                          holder, decision.buffers)
-    for path, captured in {**session.layers, **session.captures}.items():
-        captured.graph = graphs[path] if path in session.captures else rewritten(session, captured, path, chosen)
-        attach_graph(root.get_submodule(path), captured, strict)
-    session.state.see_buffers()
-    finish(root)
-    session.forget_tensors()
+            chosen.weights[name] = with_scheme(session, weight, scheme.without_inputs())

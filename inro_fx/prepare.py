@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,28 +12,22 @@ from torch import nn
 from .errors import InputError
 from .observers import Observer
 from .packing import nodes_of, takes_inputs
+from .passes.capture.clone import clone, make_independent
+from .passes.capture.example import Example
+from .passes.capture.session import Session
 from .passes.constants import owner_of
-from .passes.example import Example
-from .passes.module import (
-    FakeQuantizedWeights,
-    GraphForward,
-    attach_fake,
-    attach_graph,
-    detach_fakes,
-    detach_graph,
-    user_class,
-)
-from .passes.observe import observe
-from .passes.session import Session
-from .passes.state import clone, make_independent
-from .passes.targets import Plan, find_targets, plan
+from .passes.program import Context
+from .passes.rules.observe import observe
+from .passes.run.classes import user_class
+from .passes.run.forward import GraphForward, attach_program, detach_programs, rewatch
+from .passes.run.weights import FakeQuantizedWeights, attach_fake, detach_fakes
+from .passes.solve.plan import Plan, find_targets, plan
 from .passes.verify import verify
-from .pipeline import Options, apart, capture_model, options_of, quantize_model, try_inputs
 from .progress import progress_bar
-from .schemes import Int8Static
-from .training import FakeQuantizedInput, FakeQuantizedWeight, InputHook, quantizes_input
+from .steps import Options, captured, forget_calls_of, options_of, quantize, try_inputs
+from .training import FakeQuantizedInput, FakeQuantizedWeight, InputHook
 
-__all__ = ["Prepared", "calibrated", "converted", "prepare_calibration", "prepare_training"]
+__all__ = ["Prepared", "calibrated", "converted", "examples_of", "prepare_calibration", "prepare_training"]
 
 
 @dataclasses.dataclass
@@ -48,61 +42,65 @@ class Prepared:
     fakes: dict[str, str] = dataclasses.field(default_factory=dict)         # weight -> path of what rounds it in training
 
 
-def _planned(model: nn.Module, example: Example, options: Options) -> tuple[Session, Plan]:
-    """A captured copy of the model, and what would be quantized in it."""
-    session, _ = capture_model(clone(model), example, options.capture)
+def _planned(model: nn.Module, example: Example, options: Options) -> tuple[Session, Plan, Example]:
+    """A captured copy of the model, what would be quantized in it, and the example as its runs are to be."""
+    session, _, example = captured(clone(model), example, options.capture)
     options.overrides.see(session.root)
-    return session, plan(session, find_targets(session), options.default, options.overrides)
+    return session, plan(session, find_targets(session), options.default, options.overrides), example
 
 
 def prepare_calibration(model: nn.Module, example: Example, options: Options, shared: bool = False) -> nn.Module:
     """A copy of the model whose graphs pass the inputs of static layers through observers; ``shared``: with the model's tensors."""
-    session, chosen = _planned(model, example, options)
+    session, chosen, example = _planned(model, example, options)
     root = session.root
     nodes = nodes_of(session)
-    watched = {name: d for name, d in chosen.decisions.items() if isinstance(d.scheme, Int8Static) and takes_inputs(nodes, d)}
+    watched = {name: w for name, w in chosen.weights.items() if w.scheme.activation == "static" and takes_inputs(nodes, w)}
     paths = {}
-    for name, decision in watched.items():
+    for name, weight in watched.items():
         owner, leaf = owner_of(root, name)
-        observer = decision.scheme.new_observer()
+        scheme: Any = weight.scheme
+        observer = scheme.new_observer()
         observer.path = name.removesuffix(".weight")
         owner.add_module(free := _free_name(owner, f"{leaf}_observer"), observer.to(session.tensor(name).device))
-        paths[name] = f"{decision.constant.module}.{free}".lstrip(".")
+        paths[name] = f"{weight.constant.module}.{free}".lstrip(".")
     session.state.restore()
-    for path, captured in {**session.layers, **session.captures}.items():
-        captured.graph = observe(captured.graph, paths, path)
-        verify(captured.graph, root.get_submodule(path), {}, after="observe")
-        attach_graph(root.get_submodule(path), captured)
+    for path, program in {**session.layers, **session.captures}.items():
+        observed = observe(program, paths)
+        verify(observed, Context(root, {}), after="observe")
+        detach_programs(root.get_submodule(path))
+        attach_program(root.get_submodule(path), observed)
     if not shared:
         make_independent(root)
+    rewatch(root)
+    session.forget_tensors()
     root.__dict__["_inro_prepared"] = Prepared(example, options.default, dict(options.overrides.entries), options.capture, paths)
     return root
 
 
 def prepare_training(model: nn.Module, example: Example, options: Options, learn: bool) -> nn.Module:
     """A copy of the model whose weights, and the inputs of its linears, are rounded in forward."""
-    session, chosen = _planned(model, example, options)
+    session, chosen, example = _planned(model, example, options)
     root = session.root
     session.state.restore()
     for path in {**session.layers, **session.captures}:
-        detach_graph(root.get_submodule(path))
+        detach_programs(root.get_submodule(path))
     make_independent(root)
     record = Prepared(example, options.default, dict(options.overrides.entries), options.capture, {})
-    for name, decision in chosen.decisions.items():
+    for name, weight in chosen.weights.items():
         owner, leaf = owner_of(root, name)
         if owner._parameters.get(leaf) is None:              # a matrix in a buffer is rounded, but not trained
             continue
-        fake = FakeQuantizedWeight(decision.scheme, decision.layout, owner._parameters[leaf], learn)
+        fake = FakeQuantizedWeight(weight.scheme, weight.layout, owner._parameters[leaf], learn)
         owner.add_module(free := _free_name(owner, f"{leaf}_fake_quantize"), fake)
-        record.fakes[name] = f"{decision.constant.module}.{free}".lstrip(".")
-        for each in decision.constant.names:
+        record.fakes[name] = f"{weight.constant.module}.{free}".lstrip(".")
+        for each in weight.constant.names:
             attach_fake(*owner_of(root, each), fake)
-        plain = user_class(owner).forward is nn.Linear.forward and len(decision.constant.names) == 1
-        if plain and quantizes_input(decision.scheme):
-            owner.add_module(free := _free_name(owner, "input_fake_quantize"), FakeQuantizedInput(decision.scheme))
+        plain = user_class(owner).forward is nn.Linear.forward and len(weight.constant.names) == 1
+        if plain and weight.scheme.activation != "float":
+            owner.add_module(free := _free_name(owner, "input_fake_quantize"), FakeQuantizedInput(weight.scheme))
             owner.register_forward_pre_hook(InputHook(free), with_kwargs=True)
-            if isinstance(decision.scheme, Int8Static):
-                record.observers[name] = f"{decision.constant.module}.{free}.observer".lstrip(".")
+            if weight.scheme.activation == "static":
+                record.observers[name] = f"{weight.constant.module}.{free}.observer".lstrip(".")
     root.__dict__["_inro_prepared"] = record
     return root.train(model.training) or root
 
@@ -112,22 +110,21 @@ def _free_name(module: nn.Module, name: str) -> str:
 
 
 def converted(prepared: nn.Module, record: Prepared, batches: list[Example]) -> nn.Module:
-    """The integer model of a prepared one, which becomes the float model again."""
-    _try_unseen(prepared, batches)                              # before anything that was learned is taken off
+    """The integer model of a prepared one, which stays as it is: it can be calibrated or trained further, and converted again."""
+    _try_unseen(prepared, batches)
     observers: dict[str, Observer] = {}
     for name, path in record.observers.items():
         observer: Any = prepared.get_submodule(path)
         observer.path = name.removesuffix(".weight")
         if not record.fakes:
-            observer.need_data()                            # before anything is changed
+            observer.need_data()
         if int(observer.count):                             # in training, other code than the linear's own may use its weight
             observers[name] = observer
     fakes: dict[str, Any] = {name: prepared.get_submodule(path) for name, path in record.fakes.items()}
     steps = {name: fake.positive_step().detach() for name, fake in fakes.items() if fake.step is not None}
-    _restore_float(prepared, record)
-    options = options_of(prepared, record.scheme, record.overrides, record.capture)
-    with apart(prepared):
-        return quantize_model(prepared, record.example, batches, options, observers, steps)
+    model = float_model(clone(prepared), record)
+    options = options_of(model, record.scheme, record.overrides, record.capture)
+    return quantize(model, record.example, batches, options, observers, steps)
 
 
 def _try_unseen(prepared: nn.Module, batches: list[Example]) -> None:
@@ -147,12 +144,14 @@ def _try_unseen(prepared: nn.Module, batches: list[Example]) -> None:
             observer.watching = True
         for module, mode in modes:
             module.training = mode
+        forget_calls_of(prepared)
 
 
-def _restore_float(prepared: nn.Module, record: Prepared) -> None:
+def float_model(prepared: nn.Module, record: Prepared) -> nn.Module:
+    """A prepared model, changed in place, without what was added for calibration or training."""
     for module in list(prepared.modules()):
         if isinstance(module, GraphForward):
-            detach_graph(module)
+            detach_programs(module)
     for path in record.fakes.values():
         owner, leaf = owner_of(prepared, path)
         del owner._modules[leaf]
@@ -162,10 +161,12 @@ def _restore_float(prepared: nn.Module, record: Prepared) -> None:
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, InputHook):
                 del module._forward_pre_hooks[key], module._modules[hook.name]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
     for path in record.observers.values() if not record.fakes else ():
         owner, leaf = owner_of(prepared, path)
         del owner._modules[leaf]
     prepared.__dict__.pop("_inro_prepared", None)
+    return prepared
 
 
 def calibrated(model: nn.Module, example: Example, options: Options, calibration: Iterable[Any] | None, most: int) -> nn.Module:
@@ -173,21 +174,27 @@ def calibrated(model: nn.Module, example: Example, options: Options, calibration
     if calibration is None:
         raise InputError(f"the scheme {options.default.name} needs calibration data: give calibration=, inputs like "
                          f"example_inputs, or use int8_dynamic, which needs none")
-    with apart(model):
-        if options.fold_batchnorm or options.inplace:
-            raise InputError("a static scheme goes with neither fold_batchnorm=True nor inplace=True: leave them out")
-        prepared = prepare_calibration(model, example, options, shared=True)
-        kept: list[Example] = []
-        total = len(calibration) if hasattr(calibration, "__len__") else None
-        with progress_bar(total, "calibrating") as tick:
-            for number, batch in enumerate(calibration):
-                inputs = Example.of(batch)
-                try_inputs(prepared, inputs, f"batch {number} of calibration")
-                kept += [inputs] if len(kept) < most else []
-                tick()
-        if not kept:
-            raise InputError("calibration gives no inputs: give at least one, like example_inputs")
-        record = prepared.__dict__["_inro_prepared"]
-        observers: dict[str, Any] = {name: prepared.get_submodule(path) for name, path in record.observers.items()}
-        _restore_float(prepared, record)
-        return quantize_model(prepared, example, kept, options, observers)
+    if options.fold_batchnorm or options.inplace:
+        raise InputError("a static scheme goes with neither fold_batchnorm=True nor inplace=True: leave them out")
+    prepared = prepare_calibration(model, example, options, shared=True)
+    record: Prepared = prepared.__dict__["_inro_prepared"]
+    kept: list[Example] = []
+    total = len(calibration) if hasattr(calibration, "__len__") else None
+    with progress_bar(total, "calibrating") as tick:
+        for number, inputs in enumerate(examples_of(calibration)):
+            inputs = dataclasses.replace(inputs, draws=record.example.draws)
+            try_inputs(prepared, inputs, f"batch {number} of calibration")
+            kept += [inputs] if len(kept) < most else []
+            tick()
+    if not kept:
+        raise InputError("calibration gives no inputs: give at least one, like example_inputs")
+    observers: dict[str, Any] = {name: prepared.get_submodule(path) for name, path in record.observers.items()}
+    return quantize(float_model(prepared, record), example, kept, options, observers)
+
+
+def examples_of(calibration: Iterable[Any]) -> Iterator[Example]:
+    """Calibration data as examples. Raises `InputError` for what is no series of inputs."""
+    if isinstance(calibration, (torch.Tensor, dict, str)) or not hasattr(calibration, "__iter__"):
+        raise InputError(f"calibration is one {type(calibration).__name__}: give a series of inputs, each like example_inputs, for example "
+                         f"calibration=[batch]")
+    return (Example.of(batch) for batch in calibration)

@@ -23,12 +23,13 @@ from torch import nn
 from .errors import ModelError
 from .kernels import kernel_for
 from .numerics import output_error
-from .passes.example import tensors_in
-from .passes.module import GraphForward
-from .passes.session import Session
-from .passes.targets import Plan, Target
+from .passes.capture.example import tensors_in
+from .passes.capture.session import Session
+from .passes.program import Program, meta_of, shape_of
+from .passes.run.forward import GraphForward
+from .passes.solve.plan import Plan, Target, Weight
 
-__all__ = ["Report", "Row", "Skipped", "report"]
+__all__ = ["ProgramCalls", "Report", "Row", "Skipped", "report"]
 
 WIDTH = 120                # columns of the printed table
 
@@ -60,6 +61,8 @@ class Row:
     entropy: float | None = None           # bits that an ideal entropy coder needs for a code (Shannon's bound)
     observer: str = ""                     # what found the range of a static layer's inputs
     clipped: float | None = None           # the share of the calibration data outside of that range
+    weight: str = ""                       # the path of the weight, under the first of its names
+    count: int = 1                         # how often the example's code does this: steps of a loop share a row, with the largest errors
 
     @property
     def ratio(self) -> float | None:
@@ -88,7 +91,7 @@ class Record:
     guards: list[str]
     output_error: float
     float_bytes: int                            # of every tensor that the float model stores
-    errors: dict[tuple[str, str], float | None]  # (capture, target node) -> propagated or isolated error, for drawing
+    errors: dict[tuple[str, str], float | None]  # (path of the program, its node) -> propagated or isolated error, for drawing
 
 
 def stored_bytes(model: nn.Module) -> int:
@@ -107,46 +110,69 @@ def stored_bytes(model: nn.Module) -> int:
     return sum(seen.values())
 
 
-def make_record(session: Session, chosen: Plan, targets: list[Target], graphs: Mapping[str, Any], errors: Mapping[Any, Any],
+def make_record(session: Session, chosen: Plan, targets: list[Target], programs: Mapping[str, Program], errors: Mapping[Any, Any],
                 facts: Mapping[str, Any], want: Any, got: Any, float_bytes: int) -> Record:
-    rows, counted = [], set()
-    kernels = {(path, node.meta.get("target", node.name)): node.meta for path, graph in graphs.items() for node in graph.nodes}
+    rows: list[Row] = []
+    counted: set[str] = set()
+    folded: dict[Any, int] = {}
     for target in targets:
-        decision = chosen.decisions.get(target.use.constant)
-        if decision is None:
+        weight = chosen.weights.get(target.use.constant)
+        if weight is None:
             continue
-        constant, fact, error = decision.constant, facts[target.use.constant], errors[target.key]
+        constant, fact, error = weight.constant, facts[target.use.constant], errors[target.key]
         first = constant.name not in counted
         counted.add(constant.name)
-        meta = kernels.get(target.key, {}) if target.node is not None else {}
+        kernel, note = _kernel_of(programs, target, weight)
+        same = target.capture, target.module, target.use, kernel
+        if same in folded:                                   # a step more of an unrolled loop
+            before = rows[folded[same]]
+            rows[folded[same]] = dataclasses.replace(before, count=before.count + 1, isolated=_larger(before.isolated, error.isolated),
+                                                     propagated=_larger(before.propagated, error.propagated))
+            continue
+        folded[same] = len(rows)
         scale = fact["scale"] or (None, None, None)
         rows.append(Row(
-            layer=_layer_name(target, constant), op=target.use.op, shape=constant.shape, scheme=decision.scheme.name,
+            layer=_layer_name(target, constant), op=target.use.op, shape=constant.shape, scheme=weight.scheme.name,
             scale_min=scale[0], scale_mean=scale[1], scale_max=scale[2], weight_error=fact["error"].relative,
             weight_sqnr=fact["error"].sqnr, weight_max=fact["error"].largest, isolated=error.isolated,
             propagated=error.propagated, float_bytes=constant.bytes if first else 0,
-            quantized_bytes=fact["bytes"] if first else 0,
-            kernel=_kernel_of(meta, decision, target.use.op) if target.node is not None else "dequantize (Python)",
+            quantized_bytes=fact["bytes"] if first else 0, kernel=kernel,
             note=f"shares the codes of {constant.name}" if not first else
-            "the example does not reach it" if session.kind_of(target.capture) == "unreached" else meta.get("unfused", ""),
-            entropy=fact["entropy"], observer=decision.observer, clipped=decision.clipped))
+            "the example does not reach it" if session.kind_of(target.capture) == "unreached" else note,
+            entropy=fact["entropy"], observer=weight.observer, clipped=weight.clipped, weight=constant.name))
     skipped = [Skipped(s.constant.name, s.constant.shape, s.reason, s.constant.bytes) for s in chosen.skips]
-    by_target = {t.key: errors[t.key].propagated if errors[t.key].propagated is not None else errors[t.key].isolated
-                 for t in targets if t.key in errors}
+    by_node: dict[tuple[str, str], float | None] = {}
+    for target in targets:
+        if target.key in errors and target.capture in programs:
+            probe = programs[target.capture].probes.get((target.node or "", target.use.constant))
+            record = errors[target.key]
+            if probe is not None:
+                by_node[target.capture, probe.node] = record.propagated if record.propagated is not None else record.isolated
     root = session.captures.get("")
     return Record(rows, skipped, list(session.steps), sorted(session.refusals.items()),
-                  len(root.graph.nodes) if root is not None else 0, [g for c in session.captures.values() for g in c.guards],
-                  _worst(want, got), float_bytes, by_target)
+                  len(root.graph.nodes) if root is not None else 0,
+                  [str(g) for p in session.captures.values() for g in p.guards if g.where], _worst(want, got), float_bytes, by_node)
 
 
-def _kernel_of(meta: Mapping[str, Any], decision: Any, op: str) -> str:
-    """The operator, and what runs it on the CPU for as many rows as the example has."""
-    name = meta.get("kernel", f"dequantize + {op}")
-    operator = name.removeprefix("inro_fx.")
-    if operator not in ("linear", "linear_dynamic", "linear_static", "embedding"):
-        return name
-    scheme = decision.scheme
-    return f"{name}/{kernel_for(operator, scheme.bits, scheme.group, decision.layout.columns, meta.get('rows', 0))}"
+def _larger(a: float | None, b: float | None) -> float | None:
+    return b if a is None else a if b is None else max(a, b)
+
+
+def _kernel_of(programs: Mapping[str, Program], target: Target, weight: Weight) -> tuple[str, str]:
+    """(what computes a use, why that is not the scheme's own operator): for as many rows as the example has."""
+    program = programs.get(target.capture)
+    probe = program.probes.get((target.node or "", target.use.constant)) if program is not None else None
+    if program is None or probe is None:
+        return "dequantize (Python)", ""
+    node = next(n for n in program.graph.nodes if n.name == probe.node)
+    meta = meta_of(node)
+    name = meta.get("kernel", f"dequantize + {target.use.op}")
+    operator, scheme = name.removeprefix("inro_fx."), weight.scheme
+    if operator in ("linear", "linear_dynamic", "linear_static", "embedding"):
+        shape = shape_of(node.args[0])
+        rows = math.prod(shape[:-1]) if shape is not None else 0
+        name = f"{name}/{kernel_for(operator, scheme.bits, scheme.group, weight.layout.columns, rows)}"       # type: ignore[attr-defined]
+    return name, meta.get("unfused", "")
 
 
 def _layer_name(target: Target, constant: Any) -> str:
@@ -167,11 +193,23 @@ def _worst(want: Any, got: Any) -> float:
 # ---- the report ----
 
 @dataclasses.dataclass(frozen=True)
+class ProgramCalls:
+    """A program of a module (``layer``, "" the model itself), and the ``calls`` since quantization that it answered.
+
+    ``kind`` is "graph", "region", "layer" or "unreached"; "further" for one that was captured at a later call.
+    """
+
+    layer: str
+    kind: str
+    calls: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """One `Row` per quantized use of a weight, one `Skipped` per weight that stayed float, and the totals.
 
     ``float_bytes`` and ``quantized_bytes`` are measured storage of the whole model, shared tensors counted once.
-    ``outside`` counts the calls since quantization that the graph did not cover, by reason.
+    ``programs`` count the calls since quantization that graphs answered, ``outside`` those that none covered, by reason.
     """
 
     rows: list[Row]
@@ -184,6 +222,7 @@ class Report:
     nodes: int
     guards: list[str]
     outside: dict[str, int]
+    programs: list[ProgramCalls]
 
     @property
     def coverage(self) -> float:
@@ -268,12 +307,18 @@ def report(model: nn.Module) -> Report:
     record: Record | None = getattr(model, "__dict__", {}).get("_inro")
     if record is None:
         raise ModelError(f"this {type(model).__name__} was not made by inro_fx.quantize_graph, so there is nothing to report")
-    outside: Counter = Counter()
+    held = {f"{path}.{name}".lstrip(".") for path, m in model.named_modules(remove_duplicate=False)
+            for name in vars(m).get("_inro_packed", {}) if m._parameters.get(name) is None}
+    rows = [row for row in record.rows if row.weight in held]              # what was edited since is no row any more
+    outside: Counter[str] = Counter()
+    programs = []
     for path, module in model.named_modules():
-        for reason, count in module.__dict__.get("_inro_calls", {}).items() if isinstance(module, GraphForward) else ():
-            outside[f"{path}: {reason}" if path else reason] += count
-    return Report(record.rows, record.skipped, record.float_bytes, stored_bytes(model), record.output_error, record.steps,
-                  record.regions, record.nodes, record.guards, dict(outside))
+        if isinstance(module, GraphForward):
+            for reason, count in module._inro_calls.items():
+                outside[f"{path}: {reason}" if path else reason] += count
+            programs += [ProgramCalls(path, "further" if i else r.program.kind, r.calls) for i, r in enumerate(module._inro_runners)]
+    return Report(rows, record.skipped, record.float_bytes, stored_bytes(model), record.output_error, record.steps,
+                  record.regions, record.nodes, record.guards, dict(outside), programs)
 
 
 # ---- numbers as text ----
@@ -311,7 +356,7 @@ def _kernel(row: Row) -> str:
 
 
 COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (       # of the printed table, after the layer's name
-    ("op", "left", lambda r: r.op),
+    ("op", "left", lambda r: r.op if r.count == 1 else f"{r.op} x{r.count}"),
     ("shape", "left", lambda r: _shape(r.shape)),
     ("scheme", "left", lambda r: r.scheme),
     ("scale\nmean", "right", lambda r: "" if r.scale_mean is None else f"{r.scale_mean:.2g}"),

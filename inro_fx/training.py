@@ -18,9 +18,8 @@ from .errors import SchemeError
 from .numerics.affine import expand
 from .observers import MovingAverageObserver
 from .passes.scheme import Layout, Scheme
-from .schemes import Int8Dynamic, Int8Static, Uniform
 
-__all__ = ["FakeQuantizedInput", "FakeQuantizedWeight", "InputHook", "quantizes_input", "round_input"]
+__all__ = ["FakeQuantizedInput", "FakeQuantizedWeight", "InputHook", "round_input"]
 
 
 class _Straight(torch.autograd.Function):
@@ -50,11 +49,12 @@ class FakeQuantizedWeight(nn.Module):
         self.step: nn.Parameter | None = None
         if not learn:
             return
-        if not isinstance(scheme, Uniform) or scheme.divisor is not None:
+        uniform: Any = scheme
+        if not hasattr(scheme, "mean_of") or uniform.divisor is not None:
             raise SchemeError(f"learn_scales needs a uniform scheme, not {scheme.name}: train with learn_scales=False, or give the "
                               f"layer another scheme")
-        average = scheme.mean_of(layout.matrix(weight.detach()).float())
-        self.step = nn.Parameter(torch.where(average > 0, 2 * average / scheme.quant_max**0.5, 1.0))
+        average = uniform.mean_of(layout.matrix(weight.detach()).float())
+        self.step = nn.Parameter(torch.where(average > 0, 2 * average / uniform.quant_max**0.5, 1.0))
 
     def forward(self, weight: Tensor) -> Tensor:
         matrix = self.layout.matrix(weight)
@@ -88,7 +88,7 @@ class FakeQuantizedInput(nn.Module):
     def __init__(self, scheme: Any):
         super().__init__()
         self.scheme = scheme
-        self.observer = scheme.new_observer() if isinstance(scheme, Int8Static) else None
+        self.observer = scheme.new_observer() if scheme.activation == "static" else None
         if isinstance(self.observer, MovingAverageObserver):
             self.observer.averaging = 0.05
         self._searched: Any = None              # what the observer had seen when its range was last searched for
@@ -129,7 +129,3 @@ class InputHook:
         round_ = getattr(module, self.name)
         return ((round_(args[0]), *args[1:]), kwargs) if args else ((), {**kwargs, "input": round_(kwargs["input"])})
 
-
-def quantizes_input(scheme: Any) -> bool:
-    """Does the scheme's linear run on integer activations?"""
-    return isinstance(scheme, (Int8Dynamic, Int8Static))

@@ -63,16 +63,19 @@ def _tensordot(position: int) -> Callable[[int, Mapping[str, Any]], Axes]:
 class Carrier:
     """One operator: its ``names``, its parameters in order, and for each that may be the weight, the axes summed over.
 
-    ``listed`` names a parameter that holds a list of weights (recurrent layers).
+    ``activation`` is the parameter that a scheme may quantize beside the weight; ``fused`` names the operator of a scheme that computes
+    the whole call; ``listed``: the weight's parameter holds a list of weights (recurrent layers).
     """
 
     op: str
     names: tuple[str, ...]
     parameters: tuple[str, ...]
     weights: Mapping[str, Callable[[int, Mapping[str, Any]], Axes]]
+    activation: str | None = None
+    fused: str | None = None
     listed: bool = False
 
-    def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by parameter, however they were spelled."""
         if self.op == "einsum":
             operands = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else args[1:]
@@ -90,11 +93,11 @@ _CONV_TRANSPOSE = ("input", "weight", "bias", "stride", "padding", "output_paddi
 _CELL = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
 
 CARRIERS: tuple[Carrier, ...] = (
-    Carrier("linear", ("linear",), ("input", "weight", "bias"), {"weight": _last}),
+    Carrier("linear", ("linear",), ("input", "weight", "bias"), {"weight": _last}, "input", "linear"),
     Carrier("bilinear", ("bilinear",), ("input1", "input2", "weight", "bias"), {"weight": _all_but_first}),
     Carrier("matmul", ("matmul", "__matmul__", "mm", "bmm", "linalg_matmul"), ("input", "other"),
-            {"input": _last, "other": _before_last}),
-    Carrier("addmm", ("addmm",), ("bias", "mat1", "mat2"), {"mat1": _last, "mat2": _before_last}),
+            {"input": _last, "other": _before_last}, "input", "linear"),
+    Carrier("addmm", ("addmm",), ("bias", "mat1", "mat2"), {"mat1": _last, "mat2": _before_last}, "mat1", "linear"),
     Carrier("baddbmm", ("baddbmm", "addbmm"), ("bias", "batch1", "batch2"), {"batch1": _last, "batch2": _before_last}),
     Carrier("grouped_mm", ("_grouped_mm", "grouped_mm"), ("input", "mat2", "offs"), {"mat2": _before_last}),
     Carrier("mv", ("mv",), ("input", "vec"), {"input": _last}),
@@ -104,22 +107,23 @@ CARRIERS: tuple[Carrier, ...] = (
     Carrier("multi_dot", ("linalg_multi_dot",), ("tensors",), {"tensors": _last}, listed=True),
     Carrier("einsum", ("einsum",), ("equation", "first", "second", "third", "fourth", "fifth"),
             dict(zip(("first", "second", "third", "fourth", "fifth"), map(_einsum, range(5)), strict=True))),
-    Carrier("conv1d", ("conv1d",), _CONV, {"weight": _all_but_first}),
-    Carrier("conv2d", ("conv2d",), _CONV, {"weight": _all_but_first}),
-    Carrier("conv3d", ("conv3d",), _CONV, {"weight": _all_but_first}),
-    Carrier("conv_transpose1d", ("conv_transpose1d",), _CONV_TRANSPOSE, {"weight": _all_but_second}),
-    Carrier("conv_transpose2d", ("conv_transpose2d",), _CONV_TRANSPOSE, {"weight": _all_but_second}),
-    Carrier("conv_transpose3d", ("conv_transpose3d",), _CONV_TRANSPOSE, {"weight": _all_but_second}),
-    Carrier("embedding", ("functional.embedding",), ("input", "weight", "padding_idx", "max_norm"), {"weight": _last}),
-    Carrier("embedding", ("embedding",), ("weight", "indices"), {"weight": _last}),
+    Carrier("conv1d", ("conv1d",), _CONV, {"weight": _all_but_first}, "input"),
+    Carrier("conv2d", ("conv2d",), _CONV, {"weight": _all_but_first}, "input"),
+    Carrier("conv3d", ("conv3d",), _CONV, {"weight": _all_but_first}, "input"),
+    Carrier("conv_transpose1d", ("conv_transpose1d",), _CONV_TRANSPOSE, {"weight": _all_but_second}, "input"),
+    Carrier("conv_transpose2d", ("conv_transpose2d",), _CONV_TRANSPOSE, {"weight": _all_but_second}, "input"),
+    Carrier("conv_transpose3d", ("conv_transpose3d",), _CONV_TRANSPOSE, {"weight": _all_but_second}, "input"),
+    Carrier("embedding", ("functional.embedding",), ("input", "weight", "padding_idx", "max_norm"), {"weight": _last},
+            fused="embedding"),
+    Carrier("embedding", ("embedding",), ("weight", "indices"), {"weight": _last}, fused="embedding"),
     Carrier("embedding_bag", ("functional.embedding_bag",), ("input", "weight", "offsets", "max_norm"), {"weight": _last}),
     Carrier("embedding_bag", ("embedding_bag",), ("weight", "indices", "offsets"), {"weight": _last}),
-    Carrier("lstm", ("lstm",), ("input", "hx", "params"), {"params": _last}, listed=True),
-    Carrier("gru", ("gru",), ("input", "hx", "params"), {"params": _last}, listed=True),
-    Carrier("rnn", ("rnn_tanh", "rnn_relu"), ("input", "hx", "params"), {"params": _last}, listed=True),
-    Carrier("lstm_cell", ("lstm_cell",), _CELL, {"w_ih": _last, "w_hh": _last}),
-    Carrier("gru_cell", ("gru_cell",), _CELL, {"w_ih": _last, "w_hh": _last}),
-    Carrier("rnn_cell", ("rnn_tanh_cell", "rnn_relu_cell"), _CELL, {"w_ih": _last, "w_hh": _last}),
+    Carrier("lstm", ("lstm",), ("input", "hx", "params"), {"params": _last}, "input", listed=True),
+    Carrier("gru", ("gru",), ("input", "hx", "params"), {"params": _last}, "input", listed=True),
+    Carrier("rnn", ("rnn_tanh", "rnn_relu"), ("input", "hx", "params"), {"params": _last}, "input", listed=True),
+    Carrier("lstm_cell", ("lstm_cell",), _CELL, {"w_ih": _last, "w_hh": _last}, "input"),
+    Carrier("gru_cell", ("gru_cell",), _CELL, {"w_ih": _last, "w_hh": _last}, "input"),
+    Carrier("rnn_cell", ("rnn_tanh_cell", "rnn_relu_cell"), _CELL, {"w_ih": _last, "w_hh": _last}, "input"),
 )
 _BY_NAME = {name: carrier for carrier in CARRIERS for name in carrier.names}
 
@@ -154,7 +158,7 @@ def carrier_of(target: Any) -> Carrier | None:
     return _BY_NAME.get(name_of_target(target))
 
 
-def observed_use(target: Any, args: tuple, kwargs: Mapping[str, Any], alias_of: Callable[[Any], Alias | None]) -> Iterator[Use]:
+def observed_use(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alias_of: Callable[[Any], Alias | None]) -> Iterator[Use]:
     """The constants that a call multiplies by or looks up in; ``alias_of`` tells for an argument which constant it views."""
     carrier = carrier_of(target)
     if carrier is None:

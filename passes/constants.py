@@ -8,13 +8,15 @@ the node runs over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ABSENT", "Alias", "Constant", "alias_of_view", "find_constants", "owner_of", "storage_of"]
+__all__ = ["ABSENT", "Alias", "Constant", "alias_of_view", "find_constants", "owner_of", "packed_constants", "storage_of"]
 
 
 ABSENT = object()          # what a lookup gives for what is not there, where None may be
@@ -79,6 +81,23 @@ def find_constants(root: nn.Module) -> dict[str, Constant]:
         name, tensor, _ = members[0]
         constant = Constant(name, tuple(m[0] for m in members), tuple(tensor.shape), tensor.dtype,
                             tensor.numel() * tensor.element_size(), any(m[2] for m in members))
+        constants.update(dict.fromkeys(constant.names, constant))
+    return constants
+
+
+def packed_constants(root: nn.Module) -> dict[str, Constant]:
+    """The weights that a quantized model holds as codes, by each of their names."""
+    groups: dict[object, list[tuple[str, Any]]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        for name, packed in vars(module).get("_inro_packed", {}).items():
+            if module._parameters.get(name) is None:
+                first = next(iter(packed.parts(module).values()))
+                groups.setdefault(id(first), []).append((f"{path}.{name}" if path else name, packed))
+    constants = {}
+    for members in groups.values():
+        name, packed = members[0]
+        shape, dtype = tuple(packed.layout.shape), packed.dtype
+        constant = Constant(name, tuple(m[0] for m in members), shape, dtype, math.prod(shape) * dtype.itemsize, True)
         constants.update(dict.fromkeys(constant.names, constant))
     return constants
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -80,6 +80,10 @@ class Scheme(Protocol):
     name: str
     parts: tuple[str, ...]
 
+    @property
+    def activation(self) -> Literal["float", "dynamic", "static"]:
+        """What its operators do to their inputs: nothing, quantize them by what they are, or with a range that calibration gave."""
+
     def pack(self, matrix: Tensor) -> dict[str, Tensor]:
         """[out, in] floats -> the named parts that are stored, such as codes and scale."""
 
@@ -89,7 +93,7 @@ class Scheme(Protocol):
     def bound(self, matrix: Tensor) -> Tensor:
         """The largest error of each element, broadcastable to [out, in]."""
 
-    def operator(self, op: str) -> tuple[Callable, tuple[Any, ...]] | str:
+    def operator(self, op: str) -> tuple[Callable[..., Any], tuple[Any, ...]] | str:
         """What computes ``op`` ("linear", "embedding") from the parts: (function, trailing arguments), or why nothing does."""
 
 
@@ -98,6 +102,7 @@ class Identity:
 
     name = "identity"
     parts = ("codes",)
+    activation: Literal["float", "dynamic", "static"] = "float"
 
     def pack(self, matrix: Tensor) -> dict[str, Tensor]:
         return {"codes": matrix}

@@ -1,9 +1,11 @@
 /* Checks the kernels against sums in int64 and double, on whatever CPU they are compiled for: tests/check_kernels.sh runs it under
    sanitizers and on an emulated Arm. */
 
-#include "../inro_fx/kernels/int8.c"
+#include "../inro_fx/kernels/linear.h"
 
+#include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 static uint64_t state = 88172645463325252ull;
 static uint32_t draw(void) { state ^= state << 13; state ^= state >> 7; state ^= state << 17; return (uint32_t)(state >> 32); }
@@ -21,14 +23,15 @@ static int check(int64_t rows, int64_t in, int64_t out, int levels, int level, i
     const int32_t zero = (int32_t)(draw() % 255) - 127;
     int32_t *column_sums = calloc((size_t)(out + 1), sizeof(int32_t));
     for (int64_t i = 0; i < out * in; i++) column_sums[i / in] += w[i];
-    int bad = inro_linear(x, rows, in, stride, w, out, 8, 0, scale, 1, bias, y, FLOAT32, levels, threads, level, fixed ? &step : NULL,
-                          fixed ? &zero : NULL, fixed ? column_sums : NULL);
+    const layer l = {x, w, scale, bias, y, rows, in, stride, out, 0, 1, 8, FLOAT32, levels, threads, level, fixed ? &step : NULL, &zero, column_sums};
+    int bad = inro_linear(&l);
     int8_t *q = malloc((size_t)(levels * (in + STEP)));
     for (int64_t r = 0; r < rows && !bad; r++) {
         float s;
         int32_t sums[2];
-        if (fixed) quantize_fixed_portable(x + r * stride, in, in, step, (float)zero, q, &s, sums);
-        else if (quantize_row(x + r * stride, in, in, levels, q, &s, sums)) continue;        /* in floats: checked by the tests in Python */
+        const quantized row = {q, in, &s, sums};
+        if (fixed) quantize_fixed(x + r * stride, in, step, (float)zero, PORTABLE, &row);
+        else if (quantize_row(x + r * stride, in, levels, PORTABLE, &row)) continue;        /* in floats: checked by the tests in Python */
         for (int64_t n = 0; n < out && !bad; n++) {
             int64_t high = 0, low = 0;
             for (int64_t k = 0; k < in; k++) {
@@ -91,8 +94,8 @@ static int check_groups(int64_t rows, int64_t in, int64_t out, int bits, int64_t
         else narrow(floats + i, 1, dtype, (uint16_t *)x + i, level);
     }
     const int panels = rows > 8 && groups > 1 && inro_has_panels(level, bits, group);
-    int bad = (panels ? inro_linear(x, rows, in, stride, codes, out, bits, group, scale, groups, bias, y, dtype, 2, threads, level, NULL, NULL, NULL)
-                      : inro_linear_groups(x, rows, in, stride, codes, out, bits, group, scale, groups, bias, y, dtype, threads, level))
+    const layer l = {x, codes, scale, bias, y, rows, in, stride, out, group, groups, bits, dtype, 2, threads, level, NULL, NULL, NULL};
+    int bad = (panels ? inro_linear(&l) : inro_linear_groups(&l))
         || inro_expand(codes, out, in, bits, group, scale, groups, ids, rowsof, dtype, threads, level);
     const double unit = dtype == FLOAT32 ? 1e-6 : dtype == BFLOAT16 ? 4e-3 : 5e-4;
     for (int64_t n = 0; n < out && !bad; n++) {
@@ -138,8 +141,10 @@ static int check_halves(int level) {
             for (int64_t k = 0; k < out * in; k++) w[k] = (int8_t)((int)(draw() % 255) - 127);
             for (int64_t k = 0; k < rows * in; k++) wide[k] = (float)((int32_t)draw() % 128) / 64.0f;
             narrow(wide, rows * in, dtype, x, level);
-            bad += inro_linear(wide, rows, in, in, w, out, 8, 0, &one, 0, NULL, want, FLOAT32, 2, 3, level, NULL, NULL, NULL) != 0;
-            bad += inro_linear(x, rows, in, in, w, out, 8, 0, &one, 0, NULL, y, dtype, 2, 3, level, NULL, NULL, NULL) != 0;
+            const layer whole = {wide, w, &one, NULL, want, rows, in, in, out, 0, 0, 8, FLOAT32, 2, 3, level, NULL, NULL, NULL};
+            const layer half = {x, w, &one, NULL, y, rows, in, in, out, 0, 0, 8, dtype, 2, 3, level, NULL, NULL, NULL};
+            bad += inro_linear(&whole) != 0;
+            bad += inro_linear(&half) != 0;
             for (int64_t k = 0; k < rows * out; k++) bad += !(fabsf(one_of(y, dtype, k) - want[k]) <= 4e-3f * fabsf(want[k]) + 2e-2f);
             free(x); free(y); free(wide); free(want); free(w);
         }

@@ -1,5 +1,6 @@
 """The C kernels: exact sums at every level of instruction set, any shape, stride, number of threads; the table of choices."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import inro_fx
-from inro_fx.kernels import LEVELS, best_level, kernel_for, linear_int8, unavailable
+from inro_fx.kernels import KERNELS, LEVELS, Case, best_level, choose, linear_int8, unavailable
+from inro_fx.kernels.choice import Choice
 from inro_fx.numerics import int8_matmul, pack_bits, quantize_rows, unscale
 
 needs_library = pytest.mark.skipif(best_level() < 0, reason=unavailable or "built")
@@ -279,15 +281,70 @@ def test_the_kernels_read_nothing_that_is_not_there(wrong):
                 op(torch.ones(2, 8), right["codes"], right["scale"], right["bias"], *rest)
 
 
-def test_every_case_has_a_kernel():
+CASES = [Case(*case) for case in itertools.product(
+    ("linear", "linear_dynamic", "linear_static", "embedding", "dequantize"), ("cpu", "cuda"), ("float32", "bfloat16", "float64"),
+    (1, 4, 8, 16), (-1, 0, 7, 32), (0, 1, 64, 10**6), (8,), (0, 1, 3, 9, 10**6))]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_kernel_refuses_with_a_sentence(kernel):
+    assert len({other.name for other in KERNELS}) == len(KERNELS)
+    for case in CASES:
+        why = kernel.refuse(case)
+        assert why is None or len(why.split()) > 2 or why == unavailable, case
+
+
+def test_every_case_has_a_kernel_and_reasons_against_those_before_it():
+    for case in CASES:
+        choice = choose(case)
+        before = KERNELS[:KERNELS.index(choice.kernel)]
+        assert list(choice.refused) == [kernel.name for kernel in before]
+        assert all(choice.refused.values())
+    assert choose(Case("linear", "cuda", "float32", 8, 0, 64, 64, 1)) == Choice(KERNELS[-1], {"c": "runs on cpu only"})
+
+
+@needs_library
+def test_the_limits_of_the_kernels_in_c_are_told():
+    def why(op="linear", dtype="float32", bits=8, group=0, columns=64, rows=1):
+        return choose(Case(op, "cpu", dtype, bits, group, columns, 8, rows)).refused
+    assert why() == why("embedding", rows=10**6) == {}
+    assert why(dtype="float64") == {"c": "numbers that are not float32, bfloat16 or float16"}
+    assert why(bits=16) == {"c": "codes that are not of 2 to 8 bits"}
+    assert why(columns=65537) == {"c": "not 1 to 65536 columns: 255 * 127 * 65536 < 2^31"}
+    assert why(group=7, rows=3) == {"c": "more than 2 rows, and no integer kernel for such groups: torch was faster"}
+    assert why(columns=8, rows=9) == {"c": "more than 8 rows of less than 16 columns: torch was faster"}
+
+
+def what_runs(op, *args):
+    """The kernels in C ask torch for a result's memory only, the references for other operators too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+        getattr(torch.ops.inro_fx, op).inference(*args)
+    names = {event.name for event in profile.events()}
+    assert f"inro_fx::{op}" in names
+    return "c" if names <= {f"inro_fx::{op}", "aten::empty_strided"} else "torch"
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("columns", [8, 64])
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_what_the_table_says_is_what_runs(dtype, columns, rows):
+    x, codes, scale, _ = operands(rows, columns, 8)
+    x, whole, name = x.to(dtype), scale[:, :1], str(dtype).removeprefix("torch.")
+    fixed = (codes.sum(1, keepdim=True, dtype=torch.int32), torch.tensor([[0.1]]), torch.tensor([[3]], dtype=torch.int32))
+    calls = [("linear_dynamic", 8, 0, (x, codes, whole, None, columns)), ("linear_static", 8, 0, (x, codes, whole, *fixed, None, columns))]
+    for bits, group in ((8, 0), (8, 7), (4, 4), (4, 0)):
+        stored, scales = pack_bits(codes >> 8 - bits, bits) if bits < 8 else codes, torch.rand(8, -(-columns // group) if group else 1)
+        calls += [("linear", bits, group, (x, stored, scales, None, bits, group, columns)),
+                  ("embedding", bits, group, (torch.zeros(rows, dtype=torch.int64), stored, scales, bits, group, columns, dtype)),
+                  ("dequantize", bits, group, (stored, scales, bits, group, columns, dtype))]
+    for op, bits, group, args in calls:
+        kernel = choose(Case(op, "cpu", name, bits, group, columns, 8, rows)).kernel.name
+        assert what_runs(op, *args) == kernel, (op, bits, group)
+
+
+def test_the_table_of_this_machine():
     assert len(LEVELS) == 3
-    for op in ("linear", "linear_dynamic", "linear_static", "embedding", "dequantize"):
-        for bits in (4, 8, 16):
-            for group in (0, 32):
-                for columns in (0, 1, 64, 10**6):
-                    for rows in (0, 1, 10**6):
-                        assert kernel_for(op, bits, group, columns, rows) in ("c", "torch")
-    assert kernel_for("linear", 16, 0, 64, 1) == "torch"
     assert set(inro_fx.kernels()) == {"library", "linear", "linear_dynamic", "linear_static", "linear_groups", "embedding", "dequantize"}
 
 

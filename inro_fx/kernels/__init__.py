@@ -5,6 +5,6 @@ says which, and why.
 """
 
 from .binding import LEVELS, best_level, linear_int8, register, unavailable
-from .choice import kernel_for, kernels
+from .choice import KERNELS, Case, choose, kernel_for, kernels
 
-__all__ = ["LEVELS", "best_level", "kernel_for", "kernels", "linear_int8", "register", "unavailable"]
+__all__ = ["KERNELS", "LEVELS", "Case", "best_level", "choose", "kernel_for", "kernels", "linear_int8", "register", "unavailable"]

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["LEVELS", "best_level", "covers", "linear_int8", "register", "unavailable"]
+__all__ = ["LEVELS", "best_level", "linear_int8", "refuse", "register", "unavailable"]
 
 LEVELS = ("portable C", "C with AVX2", "C with AVX-512 VNNI")
 SETTINGS = {"portable": 0, "avx2": 1}          # of the environment variable INRO_FX_KERNELS, beside "off"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = ("float32", "bfloat16", "float16")    # in the order of kernels.h
 OPERATORS = ("linear", "linear_dynamic", "linear_static", "embedding", "dequantize")
 
 # torch's C interface for extensions, in the order of the struct ``torch`` in operators.c; of the alternatives the first there is
@@ -30,6 +30,15 @@ TORCH_FUNCTIONS = (
     "aoti_torch_dtype_int8", "aoti_torch_dtype_uint8", "aoti_torch_dtype_int32", "aoti_torch_dtype_int64",
     "aoti_torch_device_type_cpu", "aoti_torch_layout_strided", "aoti_torch_memory_format_contiguous_format")
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+class Layer(ctypes.Structure):
+    """The struct ``layer`` of kernels.h."""
+
+    _fields_ = [*((name, _P) for name in ("x", "codes", "scale", "bias", "y")),
+                *((name, _L) for name in ("rows", "columns", "stride", "out", "group", "scale_step")),
+                *((name, _I) for name in ("bits", "dtype", "levels", "threads", "level")),
+                *((name, _P) for name in ("fixed", "zero", "column_sums"))]
 
 
 @functools.cache
@@ -52,8 +61,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     missing = [names for names in TORCH_FUNCTIONS if not any(hasattr(_torch_cpu(), name) for name in names.split("|"))]
     if missing:
         return None, f"torch {torch.__version__} has no {missing[0].partition('|')[0]}"
-    library.inro_linear.argtypes = (_P, _L, _L, _L, _P, _L, _I, _L, _P, _L, _P, _P, _I, _I, _I, _I, _P, _P, _P)
-    library.inro_covers.argtypes = (_I, _I, _L, _L, _L, _L)
+    library.inro_covers.argtypes = (_I, _I, _L, _L, _L, _L, _P)
     if setting in SETTINGS:
         library.inro_limit_level(SETTINGS[setting])
     return library, ""
@@ -79,10 +87,13 @@ def best_level() -> int:
     return -1 if _library is None else _library.inro_level()
 
 
-@functools.lru_cache(maxsize=4096)
-def covers(op: str, bits: int, group: int, columns: int, rows: int) -> bool:
-    """Does a C kernel run the case? The limits stand in operators.c, where they are used."""
-    return _library is not None and bool(_library.inro_covers(OPERATORS.index(op), best_level(), bits, group, columns, rows))
+def refuse(op: str, dtype: str, bits: int, group: int, columns: int, rows: int) -> str | None:
+    """Why no C kernel runs the case, or None. The limits stand in operators.c, where they are used."""
+    if _library is None:
+        return unavailable
+    number, why = DTYPES.index(dtype) if dtype in DTYPES else -1, ctypes.c_char_p()
+    _library.inro_covers(OPERATORS.index(op), number, bits, group, columns, rows, ctypes.byref(why))
+    return why.value.decode() if why.value else None
 
 
 def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, levels: int, level: int = -1,
@@ -102,12 +113,13 @@ def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, le
     assert _library is not None
     x = x if x.stride(1) == 1 else x.contiguous()
     codes, scale = codes.contiguous(), scale.contiguous()
+    parts = () if fixed is None else tuple(part.contiguous() for part in fixed)
     y = torch.empty(x.shape[0], codes.shape[0], dtype=x.dtype, device="cpu")
-    failed = _library.inro_linear(
-        x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), codes.data_ptr(), codes.shape[0], 8, 0, scale.data_ptr(),
-        int(scale.shape[0] != 1), None if bias is None else bias.data_ptr(), y.data_ptr(), DTYPES.index(x.dtype), levels,
-        torch.get_num_threads() if threads is None else threads, level,
-        *((None, None, None) if fixed is None else (part.contiguous().data_ptr() for part in fixed)))
-    if failed:
+    layer = Layer(x.data_ptr(), codes.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
+                  x.shape[0], x.shape[1], x.stride(0), codes.shape[0], 0, int(scale.shape[0] != 1),
+                  8, DTYPES.index(str(x.dtype).removeprefix("torch.")), levels,
+                  torch.get_num_threads() if threads is None else threads, level,
+                  *(part.data_ptr() for part in parts))
+    if _library.inro_linear(ctypes.byref(layer)):
         raise MemoryError(f"no memory for the activations of a linear of {tuple(x.shape)} by {tuple(codes.shape)}")
     return y

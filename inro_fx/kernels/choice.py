@@ -1,15 +1,70 @@
-"""Which kernel runs an operator on a CPU: one in C where it was faster than the reference in torch (docs/benchmarks.md)."""
+"""Which kernel runs a case, and why not the others: one table, the fastest first where it was measured (docs/benchmarks.md)."""
 
 from __future__ import annotations
 
-from .binding import LEVELS, OPERATORS, best_level, covers, unavailable
+from collections.abc import Callable
+from dataclasses import dataclass
 
-__all__ = ["kernel_for", "kernels"]
+from .binding import LEVELS, OPERATORS, best_level, refuse, unavailable
+
+__all__ = ["KERNELS", "Case", "Choice", "Kernel", "choose", "kernel_for", "kernels"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of ``torch.ops.inro_fx.<op>``: codes [out, columns], a scale for each ``group`` of columns (0: for the row)."""
+
+    op: str
+    device: str
+    dtype: str              # of the floats, as torch names it
+    bits: int
+    group: int
+    columns: int
+    out: int
+    rows: int               # of x, or how many ids
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An implementation of operators: ``refuse`` says why it cannot or should not run a case, None where it does."""
+
+    name: str
+    device: str             # "any": wherever torch runs
+    refuse: Callable[[Case], str | None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that runs a case, and why those before it in the table do not."""
+
+    kernel: Kernel
+    refused: dict[str, str]
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("c", "cpu", lambda case: refuse(case.op, case.dtype, case.bits, case.group, case.columns, case.rows)),
+    Kernel("torch", "any", lambda case: None),          # the references in ops/
+)
+
+
+def choose(case: Case) -> Choice:
+    """The first kernel of the table that does not refuse.
+
+    >>> choose(Case("linear", "cpu", "float64", 8, 0, 64, 64, 1)).kernel.name
+    'torch'
+    """
+    refused: dict[str, str] = {}
+    for kernel in KERNELS:
+        why = kernel.refuse(case) if kernel.device in ("any", case.device) else f"runs on {kernel.device} only"
+        if why is None:
+            return Choice(kernel, refused)
+        refused[kernel.name] = why
+    raise LookupError(f"no kernel runs {case}: {refused}")
 
 
 def kernel_for(op: str, bits: int, group: int, columns: int, rows: int) -> str:
-    """"c" or "torch": what runs this case on this CPU."""
-    return "c" if covers(op, bits, group, columns, rows) else "torch"
+    """The name of what runs this case in float32 on this CPU, for any number of outputs."""
+    return choose(Case(op, "cpu", "float32", bits, group, columns, columns, rows)).kernel.name
 
 
 def kernels() -> dict[str, str]:
@@ -22,6 +77,7 @@ def kernels() -> dict[str, str]:
     found = {"library": LEVELS[level] if level >= 0 else f"none: {unavailable}"}
     cases = {op: (op, 8, 0) for op in OPERATORS} | {"linear_groups": ("linear", 4, 32)}
     for name, (op, bits, group) in cases.items():
-        most = next((rows - 1 for rows in range(1, 1025) if not covers(op, bits, group, 64, rows)), 1024)
-        found[name] = "torch" if most == 0 else "c" if most == 1024 else f"c, torch for more than {most} rows"
+        few, *more = (kernel_for(op, bits, group, 64, rows) for rows in range(1, 1025))
+        most = next((rows for rows, kernel in enumerate(more, 1) if kernel != few), 0)
+        found[name] = f"{few}, {more[most - 1]} for more than {most} rows" if most else few
     return found

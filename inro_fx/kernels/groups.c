@@ -3,9 +3,9 @@
    codes [out, ...] hold `columns` numbers in a row: int8, or below eight bits fields of 4, 2 and 1 bits as numerics/bits.py packs
    them, code + 2^(bits - 1). scale [out, groups] float32, `scale_step` apart from row to row (0: one row serves all).
 
-   A linear of few rows of x reads each code as it is stored. With VNNI x becomes integers of 15 bits, as in int8.c, and four products
-   at a time are exact before their group's scale is applied; else the codes become floats. For many rows there are the integer panels
-   of int8.c, or the caller expands blocks of the weight and multiplies floats. */
+   A linear of few rows of x reads each code as it is stored. With VNNI x becomes integers of 15 bits, as in linear.c, and four
+   products at a time are exact before their group's scale is applied; else the codes become floats. For many rows there are the
+   integer panels of linear.c, or the caller expands blocks of the weight and multiplies floats. */
 
 #include "kernels.h"
 
@@ -282,7 +282,9 @@ static int take_integers(job *j) {
         integers *to = j->as_integers + r;
         to->q = (int8_t *)memory;
         to->start = (int32_t *)(memory + q);
-        if (quantize_two_levels(j->x + r * j->stride, j->in, j->padded, to->q, &to->scale)) to->q = NULL;
+        int32_t sums[2];
+        const quantized row = {to->q, j->padded, &to->scale, sums};
+        if (quantize_row(j->x + r * j->stride, j->in, 2, j->level, &row)) to->q = NULL;
         for (int64_t k = 0; k < j->padded && to->q; k += 4) {
             int32_t sum = 0;
             for (int i = 0; i < 4; i++) sum += 128 * to->q[k + i] + to->q[j->padded + k + i];
@@ -360,25 +362,22 @@ static int results_of(const job *j, int64_t first, int64_t last) {
     return !floats || in_floats(j, first, last);
 }
 
-/* y[rows, out] = x[rows, in] @ weight.T + bias, rows of x `stride` numbers apart; x, bias and y are of `dtype`, sums are float32.
-   Returns 0, or -1 where memory ran out. */
-int inro_linear_groups(const void *x, int64_t rows, int64_t in, int64_t stride, const void *codes, int64_t out, int bits, int64_t group,
-                       const float *scale, int64_t scale_step, const void *bias, void *y, int dtype, int threads, int level) {
+/* Any codes and groups, for few rows; sums are float32. Returns 0, or -1 where memory ran out. */
+int inro_linear_groups(const layer *l) {
+    const int64_t rows = l->rows, in = l->in, out = l->out, padded = (in + 63) / 64 * 64;
     if (rows == 0 || out == 0) return 0;
-    if (level < 0) level = inro_level();
-    const int64_t padded = (in + 63) / 64 * 64;
-    job j = {codes, bias, x, scale, y, rows, in, stride, out, group ? group : padded, scale_step, bytes_of_row(in, bits), padded, bits, dtype,
-             level, NULL};
+    job j = {l->codes, l->bias, l->x, l->scale, l->y, rows, in, l->stride, out, l->group ? l->group : padded, l->scale_step,
+             bytes_of_row(in, l->bits), padded, l->bits, l->dtype, l->level < 0 ? inro_level() : l->level, NULL};
     float *floats = NULL;
-    if (dtype != FLOAT32) {
+    if (l->dtype != FLOAT32) {
         floats = aligned((size_t)(rows * in) * sizeof(float));
         if (!floats) return -1;
         for (int64_t r = 0; r < rows; r++)
-            widen((const char *)x + r * stride * (int64_t)size_of(dtype), dtype, in, floats + r * in, level);
+            widen((const char *)l->x + r * l->stride * (int64_t)size_of(l->dtype), l->dtype, in, floats + r * in, j.level);
         j.x = floats;
         j.stride = in;
     }
-    threads = inro_threads(threads, 2.0 * (double)rows * (double)in * (double)out);
+    int threads = inro_threads(l->threads, 2.0 * (double)rows * (double)in * (double)out);
     int failed = !take_integers(&j);
     if (failed) threads = 0;
     if (threads == 1) failed = !results_of(&j, 0, out);

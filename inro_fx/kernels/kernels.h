@@ -33,20 +33,35 @@ void widen(const void *from, int dtype, int64_t n, float *to, int level);
 void narrow(const float *from, int64_t n, int dtype, void *to, int level);
 #pragma GCC visibility pop
 
-/* int8.c */
-int inro_linear(const void *x, int64_t rows, int64_t in, int64_t stride, const void *codes, int64_t out, int bits, int64_t group,
-                const float *scale, int64_t scale_step, const void *bias, void *y, int dtype, int levels, int threads, int level,
-                const float *fixed, const int32_t *zero, const int32_t *column_sums);
-int inro_has_panels(int level, int64_t bits, int64_t group);
+/* y[rows, out] = x[rows, in] @ (codes * scale).T + bias; as Layer in binding.py */
+typedef struct {
+    const void *x;                                     /* rows are `stride` numbers apart; all else lies without gaps */
+    const void *codes;                                 /* of `bits`, as groups.c says */
+    const float *scale;                                /* [out, groups], rows `scale_step` apart (0: one row serves all) */
+    const void *bias;                                  /* or NULL */
+    void *y;
+    int64_t rows, in, stride, out, group, scale_step;  /* group: columns of a scale, 0 for all */
+    int bits, dtype, levels, threads, level;           /* dtype of x, bias and y; level -1: the best that this CPU has */
+    const float *fixed;                                /* scale and zero point of x, or NULL: row by row */
+    const int32_t *zero, *column_sums;                 /* the codes of each column added up */
+} layer;
+
+/* activations.c */
 #pragma GCC visibility push(hidden)
-int quantize_two_levels(const float *x, int64_t n, int64_t padded, int8_t *q, float *scale);
+typedef struct { int8_t *q; int64_t padded; float *scale; int32_t *sums; } quantized;  /* a row of x, sums of its levels */
+int quantize_row(const float *x, int64_t n, int levels, int level, const quantized *to);
+int quantize_words(const float *x, int64_t n, int levels, const quantized *to);
+void quantize_fixed(const float *x, int64_t n, float s, float zero, int level, const quantized *to);
 #pragma GCC visibility pop
+
+/* linear.c */
+int inro_linear(const layer *l);
+int inro_has_panels(int level, int64_t bits, int64_t group);
 
 /* groups.c */
 int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int64_t group, const float *scale, int64_t scale_step,
                 const int64_t *ids, void *to, int dtype, int threads, int level);
-int inro_linear_groups(const void *x, int64_t rows, int64_t in, int64_t stride, const void *codes, int64_t out, int bits, int64_t group,
-                       const float *scale, int64_t scale_step, const void *bias, void *y, int dtype, int threads, int level);
+int inro_linear_groups(const layer *l);
 #pragma GCC visibility push(hidden)
 int64_t bytes_of_row(int64_t columns, int bits);
 void unpack(const void *row, int64_t columns, int bits, int8_t *to, int level);
@@ -55,7 +70,7 @@ void dots(const float *x, int64_t stride, int m, const int8_t *codes, int64_t in
 #pragma GCC visibility pop
 
 /* operators.c */
-int inro_covers(int op, int level, int64_t bits, int64_t group, int64_t columns, int64_t rows);
+int inro_covers(int op, int dtype, int64_t bits, int64_t group, int64_t columns, int64_t rows, const char **why);
 int inro_register(void *const *addresses);
 
 #endif

@@ -148,15 +148,23 @@ static int threads(void) {
 /* ---- which cases the kernels cover ---- */
 
 enum { LINEAR, LINEAR_DYNAMIC, LINEAR_STATIC, EMBEDDING, DEQUANTIZE };
-enum { MOST_COLUMNS = 65536, FEW = 2 };                /* 255 * 127 * 65536 still fits int32 */
+enum { FEW = 2 };
 
-/* Does a kernel run the case? The limits were measured: elsewhere the reference is faster, or there is no kernel. */
-int inro_covers(int op, int level, int64_t bits, int64_t group, int64_t columns, int64_t rows) {
-    if (level < PORTABLE || bits > 8 || bits < 2 || group < 0 || columns < 1 || columns > MOST_COLUMNS) return 0;
-    if (op == EMBEDDING || op == DEQUANTIZE) return 1;
-    if (bits < 8 || group) return rows <= FEW || inro_has_panels(level, bits, group);
-    if (op == LINEAR && columns < 16 && rows > 8) return 0;
-    return level >= AVX2 || rows <= (op == LINEAR ? 2 : 4);
+/* Does a kernel run the case, and if not, why? The limits were measured. */
+int inro_covers(int op, int dtype, int64_t bits, int64_t group, int64_t columns, int64_t rows, const char **why) {
+    const int level = inro_level(), linear = op != EMBEDDING && op != DEQUANTIZE, grouped = bits < 8 || group;
+    *why = dtype < 0 ? "numbers that are not float32, bfloat16 or float16"
+        : bits < 2 || bits > 8 ? "codes that are not of 2 to 8 bits"
+        : group < 0 ? "groups of less than no columns"
+        : columns < 1 || columns > 65536 ? "not 1 to 65536 columns: 255 * 127 * 65536 < 2^31"
+        : linear && grouped && rows > FEW && !inro_has_panels(level, bits, group)
+            ? "more than 2 rows, and no integer kernel for such groups: torch was faster"
+        : op == LINEAR && !grouped && columns < 16 && rows > 8
+            ? "more than 8 rows of less than 16 columns: torch was faster"
+        : linear && !grouped && level < AVX2 && rows > (op == LINEAR ? 2 : 4)
+            ? "more than 2 rows of floats, or 4 of integers, without AVX2: torch was faster"
+        : NULL;
+    return !*why;
 }
 
 /* ---- linear layers ---- */
@@ -205,12 +213,12 @@ static void linear(int op, const char *name, word *stack, const linear_arguments
     const tensor x = in_rows(stack), codes = tensor_of(stack[1]), scale = tensor_of(stack[2]);
     const tensor bias = a->bias ? tensor_of(optional(a->bias)) : (tensor){0};
     char text[128];
-    const char *wrong = x.plain && codes.plain && scale.plain && (!a->bias || bias.plain)
+    const char *why, *wrong = x.plain && codes.plain && scale.plain && (!a->bias || bias.plain)
         ? wrong_linear(&x, &codes, &scale, a->bias ? &bias : NULL, a, text, sizeof text) : NULL;
     const int dtype = float_dtype(x.dtype);
     const int64_t step = x.plain && !wrong ? row_step(&x) : -1, rows = step >= 0 && a->columns ? numel(&x) / a->columns : 0;
-    int covered = !wrong && step >= 0 && dtype >= 0 && readable(&codes, &scale, a->bits, a->group, a->columns)
-        && (!a->bias || (bias.plain && contiguous(&bias))) && inro_covers(op, inro_level(), a->bits, a->group, a->columns, rows);
+    int covered = !wrong && step >= 0 && readable(&codes, &scale, a->bits, a->group, a->columns)
+        && (!a->bias || (bias.plain && contiguous(&bias))) && inro_covers(op, dtype, a->bits, a->group, a->columns, rows, &why);
     const float *input_scale = NULL;
     const int32_t *zero = NULL, *sums = NULL;
     if (op == LINEAR_STATIC && covered) {
@@ -230,12 +238,10 @@ static void linear(int op, const char *name, word *stack, const linear_arguments
     if (y) {
         const int64_t out = codes.sizes[0], scale_step = scale.sizes[0] == 1 && out != 1 ? 0 : scale.sizes[1];
         const int64_t group = scale.sizes[1] == 1 ? 0 : a->group;          /* below `columns` */
-        if ((a->bits == 8 && !group) || (rows > FEW && inro_has_panels(inro_level(), a->bits, group)))
-            failed = inro_linear(x.data, rows, a->columns, step, codes.data, out, (int)a->bits, group, (const float *)scale.data,
-                                 scale_step, bias.data, to, dtype, op == LINEAR ? 2 : 1, threads(), -1, input_scale, zero, sums);
-        else
-            failed = inro_linear_groups(x.data, rows, a->columns, step, codes.data, out, (int)a->bits, group, (const float *)scale.data,
-                                        scale_step, bias.data, to, dtype, threads(), -1);
+        const layer l = {x.data, codes.data, (const float *)scale.data, bias.data, to, rows, a->columns, step, out, group, scale_step,
+                         (int)a->bits, dtype, op == LINEAR ? 2 : 1, threads(), -1, input_scale, zero, sums};
+        const int integers = (l.bits == 8 && !group) || (rows > FEW && inro_has_panels(inro_level(), l.bits, group));
+        failed = integers ? inro_linear(&l) : inro_linear_groups(&l);
     }
     drop(stack[0]);
     drop(stack[1]);
@@ -273,7 +279,8 @@ static void op_dequantize(word *stack, uint64_t inputs, uint64_t outputs) {
     const tensor codes = tensor_of(stack[0]), scale = tensor_of(stack[1]);
     const int64_t bits = (int64_t)stack[2], group = (int64_t)stack[3], columns = (int64_t)stack[4];
     const int dtype = float_dtype((int32_t)stack[5]);
-    if (dtype < 0 || !inro_covers(DEQUANTIZE, inro_level(), bits, group, columns, 1) || !readable(&codes, &scale, bits, group, columns)) {
+    const char *why;
+    if (!inro_covers(DEQUANTIZE, dtype, bits, group, columns, 1, &why) || !readable(&codes, &scale, bits, group, columns)) {
         call_reference("inro_fx::dequantize", stack);
         return;
     }
@@ -294,8 +301,9 @@ static void op_embedding(word *stack, uint64_t inputs, uint64_t outputs) {
     const tensor ids = tensor_of(stack[0]), codes = tensor_of(stack[1]), scale = tensor_of(stack[2]);
     const int64_t bits = (int64_t)stack[3], group = (int64_t)stack[4], columns = (int64_t)stack[5];
     const int dtype = float_dtype((int32_t)stack[6]);
-    if (dtype < 0 || !ids.plain || ids.dim >= DIMS || ids.dtype != int64_dtype || !contiguous(&ids)
-        || !inro_covers(EMBEDDING, inro_level(), bits, group, columns, 1) || !readable(&codes, &scale, bits, group, columns)) {
+    const char *why;
+    if (!ids.plain || ids.dim >= DIMS || ids.dtype != int64_dtype || !contiguous(&ids)
+        || !inro_covers(EMBEDDING, dtype, bits, group, columns, 1, &why) || !readable(&codes, &scale, bits, group, columns)) {
         call_reference("inro_fx::embedding", stack);
         return;
     }

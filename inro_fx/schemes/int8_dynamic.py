@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -23,7 +23,9 @@ __all__ = ["Int8Dynamic", "int8_dynamic"]
 class Int8Dynamic(Uniform):
     """`Uniform` weights whose linears quantize their input per token."""
 
-    def operator(self, op: str) -> tuple[Callable, tuple[Any, ...]] | str:
+    activation: ClassVar[Literal["float", "dynamic", "static"]] = "dynamic"
+
+    def operator(self, op: str) -> tuple[Callable[..., Any], tuple[Any, ...]] | str:
         if op == "linear":
             return torch.ops.inro_fx.linear_dynamic.default, ()
         return super().operator(op)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ __all__ = ["Int8Static", "int8_static", "static"]
 @dataclasses.dataclass(frozen=True)
 class Int8Static(Uniform):
     """`Uniform` weights whose linears quantize their input with a range ``low_input`` .. ``high_input`` (None: not calibrated)."""
+
+    activation: ClassVar[Literal["float", "dynamic", "static"]] = "static"
 
     observer: str = "histogram"
     symmetric: bool = False
@@ -71,7 +73,7 @@ class Int8Static(Uniform):
                 "input_scale": torch.full((1, 1), input_scale, dtype=torch.float32, device=device),
                 "input_zero": torch.full((1, 1), zero, dtype=torch.int32, device=device)}
 
-    def operator(self, op: str) -> tuple[Callable, tuple[Any, ...]] | str:
+    def operator(self, op: str) -> tuple[Callable[..., Any], tuple[Any, ...]] | str:
         return (torch.ops.inro_fx.linear_static.default, ()) if op == "linear" else f"no integer operator for {op}"
 
 

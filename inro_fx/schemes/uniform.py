@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class Uniform:
     each so many inputs of a channel, the last group of a row may be short. Codes are stored in the smallest of 2 to 8,
     16, 32 and 64 bits that holds them. The error of an element is at most scale / 2, plus the rounding of the result.
     """
+
+    activation: ClassVar[Literal["float", "dynamic", "static"]] = "float"
 
     name: str
     quant_max: int
@@ -94,7 +96,7 @@ class Uniform:
         rounding = torch.finfo(matrix.dtype if matrix.is_floating_point() else torch.float32).eps
         return half * (1 + 1e-6) + matrix.abs().float() * (rounding + 2**-22)
 
-    def operator(self, op: str) -> tuple[Callable, tuple[Any, ...]] | str:
+    def operator(self, op: str) -> tuple[Callable[..., Any], tuple[Any, ...]] | str:
         if op in ("linear", "embedding"):
             return getattr(torch.ops.inro_fx, op).default, (self.bits, self.group)
         return f"no integer operator for {op}"

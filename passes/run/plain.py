@@ -34,7 +34,7 @@ class _Function:
 class GraphData:
     """The nodes of a graph in order: (op, name, target, args, kwargs, meta)."""
 
-    nodes: list[tuple]
+    nodes: list[tuple[Any, ...]]
 
     @classmethod
     def of(cls, graph: fx.Graph) -> GraphData:

@@ -1,7 +1,7 @@
-"""From graphs to a plan: which weights are quantized, with which scheme and layout, and why the others are not.
+"""From programs to a plan: which weights are quantized, with which scheme and layout, and why the others are not.
 
-Nothing is rewritten here. `plan` gives every weight of two or more dimensions exactly one fate: a `Decision` (with the
-`Target`s that use it) or a `Skip` with the reason that the report shows.
+Nothing is rewritten here. `plan` gives every weight of two or more dimensions exactly one fate: a `Weight` (with the `Target`s that use
+it) or a `Skip` with the reason that the report shows.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from .carriers import CARRIERS, Use, name_of_target, observed_use
-from .constants import Constant
-from .failures import SchemeError
-from .module import user_class
-from .scheme import Identity, Layout, Scheme
-from .session import Session
+from ..capture.session import Session
+from ..carriers import CARRIERS, Use, name_of_target, observed_use
+from ..constants import Constant
+from ..failures import SchemeError
+from ..program import meta_of
+from ..run.classes import user_class
+from ..scheme import Identity, Layout, Scheme
 
-__all__ = ["Decision", "Plan", "Skip", "Target", "decide_again", "find_targets", "plan"]
+__all__ = ["Overrides", "Plan", "Skip", "Target", "Weight", "checked_parts", "find_targets", "held_weights", "plan", "uses_of",
+           "with_scheme"]
 
 OPS = frozenset(c.op for c in CARRIERS)
 LEAST_SAVING = 0.9         # a weight whose stored form would take more than this share of its float bytes stays float
@@ -38,15 +40,16 @@ class Target:
     use: Use
 
     @property
-    def key(self) -> tuple[str, str]:
-        return self.capture, self.node if self.node is not None else f"{self.use.constant}:{self.use.op}"
+    def key(self) -> tuple[str, str, str]:
+        """(path of the program, node or operator, weight): what its errors are kept under."""
+        return self.capture, self.node if self.node is not None else f"({self.use.op})", self.use.constant
 
 
 @dataclasses.dataclass
-class Decision:
+class Weight:
     """A weight that is quantized: with ``scheme``, seen as a matrix by ``layout``, its parts stored as ``buffers``.
 
-    The parts in ``single_row`` serve every row of the matrix (one scale for the whole weight).
+    ``parts`` are there once it is packed; those in ``single_row`` serve every row of the matrix (one scale for the whole weight).
     """
 
     constant: Constant
@@ -55,8 +58,13 @@ class Decision:
     targets: list[Target]
     buffers: tuple[str, ...]
     single_row: frozenset[str]
+    parts: dict[str, Tensor] | None = None
     observer: str = ""                       # which observer found the range of its inputs
     clipped: float | None = None             # the share of the calibration data outside of it
+
+    def restored(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The weight as parts say it is."""
+        return self.layout.restore(self.scheme.unpack(parts, self.layout.columns, self.constant.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +77,7 @@ class Skip:
 
 @dataclasses.dataclass
 class Plan:
-    decisions: dict[str, Decision]           # by the constant's name
+    weights: dict[str, Weight]           # by the constant's name
     skips: list[Skip]
 
 
@@ -79,7 +87,7 @@ def find_targets(session: Session) -> list[Target]:
     for path, capture in session.captures.items():
         for node in capture.graph.nodes:
             for use in uses_of(node):
-                found.append(Target(path, node.name, node.meta.get("module", path), use))
+                found.append(Target(path, node.name, meta_of(node).get("module", path), use))
     seen = {t.use.constant for t in found}
     for (path, constant, _), use in session.python_uses.items():
         if constant not in seen:
@@ -91,7 +99,7 @@ def uses_of(node: fx.Node) -> Iterator[Use]:
     """The constants that a node multiplies by or looks up in."""
     if node.op in ("call_function", "call_method"):
         yield from observed_use(node.target, node.args, node.kwargs,
-                                lambda a: a.meta.get("alias") if isinstance(a, fx.Node) else None)
+                                lambda a: meta_of(a).get("alias") if isinstance(a, fx.Node) else None)
 
 
 class Overrides:
@@ -145,23 +153,23 @@ def plan(session: Session, targets: list[Target], default: Scheme, overrides: Ov
     for target in targets:
         by_constant.setdefault(target.use.constant, []).append(target)
     users = _users(session)
-    decisions: dict[str, Decision] = {}
+    weights: dict[str, Weight] = {}
     skips = []
     for constant in dict.fromkeys(session.constants.values()):
         uses = by_constant.get(constant.name, [])
         if not constant.parameter and not any(t.use.op not in ("embedding", "embedding_bag") for t in uses):
             continue                                     # tables in buffers are not weights
         outcome = _decide(session, constant, uses, default, overrides) if uses else _why_unused(session, constant, users)
-        if isinstance(outcome, Decision):
-            decisions[constant.name] = outcome
+        if isinstance(outcome, Weight):
+            weights[constant.name] = outcome
         elif constant.parameter or uses:
             skips.append(Skip(constant, outcome))
     for key in overrides.unused:
         warnings.warn(f"overrides: {key!r} matches no layer", stacklevel=4)
-    return Plan(decisions, skips)
+    return Plan(weights, skips)
 
 
-def _decide(session: Session, constant: Constant, uses: list[Target], default: Scheme, overrides: Overrides) -> Decision | str:
+def _decide(session: Session, constant: Constant, uses: list[Target], default: Scheme, overrides: Overrides) -> Weight | str:
     asked: dict[str, Scheme] = {}
     answers = [(target, *overrides.match(target, constant.names)) for target in uses]
     for target, matched, key, chosen in answers:
@@ -194,10 +202,10 @@ def _decide(session: Session, constant: Constant, uses: list[Target], default: S
     size, single_row = stored_form(scheme, layout, constant.dtype)
     if size > LEAST_SAVING * constant.bytes and not isinstance(scheme, Identity):
         return f"{scheme.name} would take {size} bytes in the place of {constant.bytes}"
-    return Decision(constant, scheme, layout, uses, _buffer_names(session, constant, scheme), single_row)
+    return Weight(constant, scheme, layout, uses, _buffer_names(session, constant, scheme), single_row)
 
 
-def decide_again(session: Session, decision: Decision, scheme: Scheme) -> Decision:
+def with_scheme(session: Session, decision: Weight, scheme: Scheme) -> Weight:
     """The same decision with another scheme."""
     return dataclasses.replace(decision, scheme=scheme, buffers=_buffer_names(session, decision.constant, scheme),
                                single_row=stored_form(scheme, decision.layout, decision.constant.dtype)[1])
@@ -205,10 +213,34 @@ def decide_again(session: Session, decision: Decision, scheme: Scheme) -> Decisi
 
 def stored_form(scheme: Scheme, layout: Layout, dtype: torch.dtype) -> tuple[int, frozenset[str]]:
     """Bytes of the stored parts, and which of them have one row for all, found by packing two rows of zeros."""
-    parts = scheme.pack(torch.zeros(2, layout.columns, dtype=dtype, device="cpu"))
+    parts = checked_parts(scheme, scheme.pack(torch.zeros(2, layout.columns, dtype=dtype, device="cpu")), 2)
     single = frozenset(name for name, part in parts.items() if part.shape[0] == 1)
     rows = {name: 1 if name in single else layout.rows for name in parts}
     return sum(p[0].numel() * p.element_size() * rows[name] for name, p in parts.items()), single
+
+
+def checked_parts(scheme: Scheme, parts: Any, rows: int) -> dict[str, Tensor]:
+    """The parts that a scheme made, if they are what its ``parts`` say: tensors with ``rows`` rows, or one."""
+    if not isinstance(parts, Mapping) or set(parts) != set(scheme.parts):
+        made = sorted(parts) if isinstance(parts, Mapping) else type(parts).__name__
+        raise SchemeError(f"the scheme {scheme.name} says that its parts are {', '.join(scheme.parts)}, and pack gives {made}")
+    for name in scheme.parts:
+        part = parts[name]
+        if not isinstance(part, Tensor) or part.dim() < 1 or part.shape[0] not in (1, rows):
+            form = f"{tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+            raise SchemeError(f"the scheme {scheme.name} packs {rows} rows to {name} {form}: a part has that many rows, or one")
+    return {name: parts[name] for name in scheme.parts}
+
+
+def held_weights(session: Session) -> dict[str, Weight]:
+    """The weights that the model of a session holds as codes already, by name."""
+    found = {}
+    for constant in dict.fromkeys(session.constants[name] for name in session.packed):
+        packed = session.packed[constant.name]
+        parts = packed.parts(session.root.get_submodule(constant.module))
+        single = frozenset(name for name, part in parts.items() if part.shape[0] == 1 and packed.layout.rows != 1)
+        found[constant.name] = Weight(constant, packed.scheme, packed.layout, [], packed.buffers, single, parts)
+    return found
 
 
 def _buffer_names(session: Session, constant: Constant, scheme: Scheme) -> tuple[str, ...]:
@@ -227,10 +259,10 @@ def _users(session: Session) -> dict[str, set[str]]:
     users: dict[str, set[str]] = {}
     for capture in session.captures.values():
         for node in capture.graph.nodes:
-            alias = node.meta.get("alias", node.meta.get("pieces_of"))
+            alias = meta_of(node).get("alias", meta_of(node).get("pieces_of"))
             if alias is not None:
                 users.setdefault(alias.constant, set()).update(
-                    name_of_target(u.target) if u.op != "call_module" else str(u.target)
+                    name_of_target(u.target)
                     for u in node.users if "alias" not in u.meta and "pieces_of" not in u.meta and u.op != "output")
     return users
 

@@ -1,31 +1,36 @@
-"""The example inputs: running a model on them, without a trace in random state, and comparing two outputs."""
+"""The example inputs: running a model on them, and comparing two outputs."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
-import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from .call import IMMUTABLE, attributes_of
-from .failures import InputError
+from ..structure import attributes_of
+from .call import IMMUTABLE
+from .draws import own_draws
+from .traced import quiet
+from ..failures import InputError
 
-__all__ = ["Example", "compare", "kept_random_state", "random_state", "run", "seed_extremes", "tensors_in"]
+__all__ = ["Example", "compare", "run", "tensors_in"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """Example inputs as ``model(*args, **kwargs)`` takes them. They are copied for each run: forward may change them."""
+    """Example inputs as ``model(*args, **kwargs)`` takes them. They are copied for each run: forward may change them.
 
-    args: tuple
+    ``draws``: the model draws random numbers.
+    """
+
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    draws: bool = False
 
     @classmethod
     def of(cls, inputs: Any) -> Example:
@@ -39,7 +44,7 @@ class Example:
             return cls(tuple(inputs), {})
         return cls((inputs,), {})
 
-    def fresh(self) -> tuple[tuple, dict]:
+    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def copied(x: Any) -> Any:
             if type(x) in (Tensor, nn.Parameter):
                 return x.detach().clone()
@@ -51,54 +56,42 @@ class Example:
                 return x
         return tree_map(copied, (self.args, self.kwargs))
 
-    def one_row_more(self) -> Example | None:
-        """The same example with one more row in every tensor that has as many rows as the first; None if there is none."""
-        def is_plain(x: Any) -> bool:
-            return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
-        rows = next((x.shape[0] for x in tree_leaves((self.args, self.kwargs)) if is_plain(x) and x.dim()), 0)
-        if not rows:
-            return None
+    def other_sizes(self) -> Iterator[tuple[str, Example]]:
+        """The same example with one more entry along each size of its tensors, everywhere that size stands; then with one row alone.
 
-        def grow(x: Any) -> Any:
-            return torch.cat([x, x[:1]]) if is_plain(x) and x.dim() and x.shape[0] == rows else x
-        return Example(*tree_map(grow, (self.args, self.kwargs)))
+        The batch comes first. Sizes of 1 are grown only as the batch: elsewhere they are as a rule there to be broadcast.
+        """
+        tensors = [x for x in tree_leaves((self.args, self.kwargs)) if _is_plain(x)]
+        rows = next((x.shape[0] for x in tensors if x.dim()), 0)
+        sizes = dict.fromkeys(n for x in tensors for n in x.shape if n > 1)
+        if rows:
+            yield "with one row more", self._resized(rows, lambda x, d: torch.cat([x, x.narrow(d, 0, 1)], d), first=True)
+        for size in list(sizes)[:MOST_SIZES]:
+            yield f"with {size + 1} in the place of {size}", self._resized(size, lambda x, d: torch.cat([x, x.narrow(d, 0, 1)], d))
+        if rows > 1:
+            yield "with one row", self._resized(rows, lambda x, d: x.narrow(d, 0, 1).clone(), first=True)
+
+    def _resized(self, size: int, change: Callable[[Tensor, int], Tensor], first: bool = False) -> Example:
+        def resized(x: Any) -> Any:
+            for dim in range(x.dim() if _is_plain(x) else 0):
+                if x.shape[dim] == size and (dim == 0 or not first):
+                    x = change(x, dim)
+            return x
+        return dataclasses.replace(self, args=tree_map(resized, self.args), kwargs=tree_map(resized, self.kwargs))
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
+
+
+MOST_SIZES = 6             # other sizes of one example that are tried
 
 
 def run(model: nn.Module, example: Example) -> Any:
-    """``model.forward`` on a copy of the example, without hooks of the root, with a fixed seed and no trace left in RNG."""
+    """``model.forward`` on a copy of the example, without hooks of the root; its draws are the same at each run, and nobody else's."""
     args, kwargs = example.fresh()
-    torch.manual_seed(0)
-    return model.forward(*args, **kwargs)
-
-
-def random_state() -> tuple:
-    """Of Python and numpy (torch's own random numbers are nodes of a graph)."""
-    numpy = sys.modules.get("numpy")
-    kind, keys, position, *_ = ("", b"", 0) if numpy is None else numpy.random.get_state()
-    return random.getstate(), kind, bytes(keys), position
-
-
-def seed_extremes() -> Iterator[None]:
-    """Seeds Python and numpy, at each step, so that the first number of 0..1 that they draw is near 0, near 1, or neither."""
-    numpy, seeds = sys.modules.get("numpy"), range(300)
-    for pick in (min, max, lambda seeds, key: 7):
-        random.seed(pick(seeds, key=lambda s: random.Random(s).random()))
-        if numpy is not None:
-            numpy.random.seed(pick(seeds, key=lambda s: numpy.random.RandomState(s).random_sample()))
-        yield
-
-
-@contextlib.contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Everything inside may seed and draw; afterwards the random state of torch (every device), Python and numpy is as before."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng(devices=devices):
-        yield
-    random.setstate(state)
-    if numpy is not None:
-        numpy.random.set_state(numpy_state)
+    with quiet(model), own_draws() if example.draws else contextlib.nullcontext():
+        return model.forward(*args, **kwargs)
 
 
 def compare(want: Any, got: Any) -> str | None:

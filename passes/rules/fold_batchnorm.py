@@ -15,8 +15,9 @@ from collections import Counter
 import torch
 from torch import fx, nn
 
-from .carriers import carrier_of, name_of_target
-from .module import user_class
+from ..carriers import carrier_of, name_of_target
+from ..program import Program, meta_of
+from ..run.classes import user_class
 
 __all__ = ["fold_batchnorm"]
 
@@ -24,9 +25,10 @@ CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)         # not their subclasses, whose forward may do more
 
 
-def fold_batchnorm(root: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
-    """Folds every batch norm of ``graph`` that can be folded, in the modules of ``root``: the (conv, norm) paths."""
-    calls = Counter(n.meta.get("module") for n in graph.nodes if _name(n) in CONVOLUTIONS or _name(n) == "batch_norm")
+def fold_batchnorm(root: nn.Module, program: Program) -> list[tuple[str, str]]:
+    """Folds every batch norm of a program that can be folded, in the modules of ``root``: the (conv, norm) paths."""
+    graph = program.graph
+    calls = Counter(meta_of(n).get("module") for n in graph.nodes if _name(n) in CONVOLUTIONS or _name(n) == "batch_norm")
     folded = []
     for node in graph.nodes:
         conv = (node.args[0] if node.args else node.kwargs.get("input")) if _name(node) == "batch_norm" else None
@@ -34,11 +36,11 @@ def fold_batchnorm(root: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
             continue
         if _name(conv) not in CONVOLUTIONS or len(conv.users) != 1:
             continue
-        first, second = conv.meta.get("module"), node.meta.get("module")
+        first, second = meta_of(conv).get("module"), meta_of(node).get("module")
         if not first or not second or calls[first] != 1 or calls[second] != 1:
             continue
         convolution, norm = root.get_submodule(first), root.get_submodule(second)
-        if _reads(conv, first) and user_class(norm) in NORMS and _fold(convolution, norm):
+        if _reads(conv, program, first) and user_class(norm) in NORMS and _fold(convolution, norm):
             parent, _, name = second.rpartition(".")
             root.get_submodule(parent)._modules[name] = nn.Identity().eval()
             folded.append((first, second))
@@ -49,12 +51,13 @@ def _name(node: fx.Node) -> str:
     return name_of_target(node.target).removeprefix("functional.") if node.op == "call_function" else ""
 
 
-def _reads(conv: fx.Node, module: str) -> bool:
+def _reads(conv: fx.Node, program: Program, module: str) -> bool:
     """Does the convolution take its module's weight and bias as they are?"""
+    def is_read(node: fx.Node, name: str) -> bool:
+        return node.op == "get_attr" and program.full(str(node.target)) == f"{module}.{name}"
     call = carrier_of(conv.target).bind(conv.args, conv.kwargs)
     weight, bias = call["weight"], call.get("bias")
-    return weight.op == "get_attr" and weight.target == f"{module}.weight" and (
-        bias is None or (bias.op == "get_attr" and bias.target == f"{module}.bias"))
+    return is_read(weight, "weight") and (bias is None or is_read(bias, "bias"))
 
 
 def _fold(convolution: nn.Module, norm: nn.Module) -> bool:

@@ -1,0 +1,48 @@
+"""Which tracer is at work in this thread, and which line of the user's code it has come to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["INTERNAL", "active", "at_work", "where"]
+
+INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+            os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep, "<frozen ")
+
+
+class _Frames(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+
+
+_frames = _Frames()
+
+
+def active() -> Any:
+    """The tracer or the run of a leaf that module calls of this thread go to; None for ordinary execution."""
+    return _frames.stack[-1] if _frames.stack else None
+
+
+@contextlib.contextmanager
+def at_work(tracer: Any) -> Iterator[None]:
+    """Module calls inside go to ``tracer``; None: they are ordinary calls."""
+    _frames.stack.append(tracer)
+    try:
+        yield
+    finally:
+        _frames.stack.pop()
+
+
+def where() -> str:
+    """The source line of the user's code that is running: ``modeling_bert.py:120``."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(INTERNAL):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "torch"

@@ -1,0 +1,160 @@
+"""What traced code asks of Python itself, where no proxy is asked: heard through ``sys.setprofile``, which is this thread's alone.
+
+    type(n) is int              the code is read: a traced value's type is no answer, so the module stays Python
+    x is y, id(x)               a fact about the call: which inputs are the same object
+    torch.compiler.is_compiling()           a setting: the graph holds while it gives the same answer
+    torch.manual_seed(0), MyFunction.apply(x), random.random()         a reason why the module stays Python
+
+The calls that torch's own code makes are its own affair.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import sysconfig
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .draws import outside_draws
+from .frames import INTERNAL
+
+__all__ = ["Listener", "SETTINGS"]
+
+SETTINGS: Mapping[str, Callable[[], Any]] = {          # a graph holds while these answer as they did
+    "torch.compiler.is_compiling": torch.compiler.is_compiling,
+    "torch.compiler.is_exporting": torch.compiler.is_exporting,
+    "torch.onnx.is_in_onnx_export": torch.onnx.is_in_onnx_export,
+    "torch.jit.is_tracing": torch.jit.is_tracing,
+    "torch.get_default_dtype": torch.get_default_dtype,
+    "torch.is_inference_mode_enabled": torch.is_inference_mode_enabled,
+}
+SPELLINGS: Mapping[Any, str] = {
+    torch.compiler.is_dynamo_compiling: "torch.compiler.is_compiling",
+    torch._C._is_tracing: "torch.jit.is_tracing"}
+REFUSED: Mapping[Any, str] = {
+    torch.manual_seed: "calls torch.manual_seed", torch.get_rng_state: "calls torch.get_rng_state",
+    torch.set_rng_state: "calls torch.set_rng_state", torch.seed: "calls torch.seed", torch.initial_seed: "calls torch.initial_seed",
+    torch.cond: "calls torch.cond, whose branches are code of their own",
+    torch.set_default_dtype: "calls torch.set_default_dtype",
+    torch.autograd.Function.apply.__func__: "calls a torch.autograd.Function"}     # type: ignore[attr-defined]
+
+
+def _by_code(table: Mapping[Any, str]) -> dict[Any, str]:
+    """The table by code object, which is what a call of a Python function shows; functions of C stay as they are."""
+    return {getattr(f, "__code__", f): text for f, text in table.items()}
+
+
+_SETTING_OF = {**_by_code({f: name for name, f in SETTINGS.items()}), **_by_code(SPELLINGS)}
+_REFUSAL_OF = _by_code(REFUSED)
+
+
+class Listener:
+    """While it listens, calls of this thread are seen: ``settings`` that were asked for, ``facts`` about inputs, a ``refusal``."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+        self.facts: set[str] = set()
+        self.refusal: str | None = None
+        self.drew = False                       # from Python's or numpy's generators
+        self._known: dict[types.CodeType, bool] = {}        # code -> is it torch's or ours?
+        self._before: Any = None
+
+    def __enter__(self) -> Listener:
+        self._before = sys.getprofile()
+        sys.setprofile(self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self._before)
+
+    def take_refusal(self) -> str | None:
+        """The first thing heard that no graph can say, once."""
+        refusal, self.refusal = self.refusal, None
+        return refusal
+
+    def _hear(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            internal = self._known.get(code)
+            if internal is None:
+                internal = self._known[code] = code.co_filename.startswith(INTERNAL)
+                if not internal and not (code.co_filename.startswith(STANDARD) and "site-packages" not in code.co_filename):
+                    self._read(code)
+            if internal and (code in _SETTING_OF or code in _REFUSAL_OF):
+                self._heard(code, frame.f_back)
+        elif event == "c_call":
+            if argument in _C_FUNCTIONS:
+                self._heard(argument, frame)
+            elif outside_draws(argument):
+                self.drew = True
+
+    def _heard(self, function: Any, caller: types.FrameType | None) -> None:
+        if caller is None or caller.f_code.co_filename.startswith(INTERNAL):
+            return
+        if function is id:
+            self.facts.add("identity")
+        elif function in _SETTING_OF:
+            name = _SETTING_OF[function]
+            self.settings.setdefault(name, SETTINGS[name]())
+        else:
+            self.refusal = self.refusal or f"{_REFUSAL_OF[function]} at {place(caller)}"
+
+    def _read(self, code: types.CodeType) -> None:
+        """What the code of a function that runs may ask of a value without calling anything."""
+        asked = questions_of(code)
+        self.facts |= asked & {"identity", "dtype", "device"}
+        if "type" in asked:
+            self.refusal = self.refusal or f"compares the type of a value in {code.co_name}"
+
+
+STANDARD = sysconfig.get_path("stdlib")            # whose code asks for types of its own accord
+_C_FUNCTIONS = {id, *(f for f in (*_SETTING_OF, *_REFUSAL_OF) if not isinstance(f, types.CodeType))}
+
+
+def place(frame: types.FrameType) -> str:
+    """``modeling.py:120``."""
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+_read: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
+TENSOR_TYPES = {f"{kind}Tensor" for kind in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")}
+
+
+def questions_of(code: types.CodeType) -> frozenset[str]:
+    """"type" where a type that was asked for is compared or looked up, "identity" for ``is`` between two values, "dtype" and
+    "device" for names such as FloatTensor.
+
+    >>> sorted(questions_of(compile("type(x) is int or y is z", "", "eval")))
+    ['identity', 'type']
+    >>> questions_of(compile("x is None or f(type(x).__name__)", "", "eval"))
+    frozenset()
+    """
+    if code not in _read:
+        _read[code] = frozenset(_questions(code))
+    return _read[code]
+
+
+def _questions(code: types.CodeType) -> Iterator[str]:
+    names = {*code.co_names}
+    if names & TENSOR_TYPES:
+        yield from ("dtype", "device")
+    if not names & {"type", "__class__"} and dis.opmap["IS_OP"] not in code.co_code[::2]:
+        return
+    steps = [i for i in dis.get_instructions(code) if i.opname not in SILENT]
+    asked = -NEAR                                    # where type(...) or .__class__ was read last
+    for index, step in enumerate(steps):
+        if step.opname.startswith("LOAD") and step.argval in ("type", "__class__"):
+            asked = index
+        if step.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR") and index - asked < NEAR:
+            yield "type"
+        elif step.opname == "IS_OP" and not any(s.opname == "LOAD_CONST" for s in steps[max(index - 2, 0):index]):
+            yield "identity"
+
+
+SILENT = ("CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG", "RESUME")
+NEAR = 7                   # instructions between the question for a type and what is done with it

@@ -1,0 +1,276 @@
+"""The state of a model: what forward writes to is found, kept apart and put back."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..constants import ABSENT, storage_of
+from ..failures import InputError
+from .clone import attributes
+from .draws import OwnDraws, kept_outside_draws
+from .example import Example
+from .listener import Listener
+from .traced import quiet
+
+__all__ = ["ModuleState", "held_tensor", "put_state", "reference_run", "rewind"]
+
+
+class ModuleState:
+    """What forward may change on a model beside the contents of its parameters and buffers, as it was.
+
+    Plain attributes to any depth (containers, objects, arrays, generators, tensors), and which tensors the buffers are.
+    `changed` finds who differs, `restore` puts it back.
+    """
+
+    def __init__(self, root: nn.Module):
+        self._memo: dict[int, Any] = {id(m): m for m in root.modules()}
+        for module in root.modules():
+            self._memo.update({id(t): t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None})
+        pristine: dict[int, Any] = dict(self._memo)
+        self.saved = [(path, module, {name: (value, _pristine(value, pristine)) for name, value in attributes(module).items()})
+                      for path, module in root.named_modules()]
+        self.see_buffers()
+
+    def see_buffers(self) -> None:
+        """Takes the buffers that there are now as those that shall be there."""
+        self.buffers = [(path, module, dict(module._buffers)) for path, module, _ in self.saved]
+
+    def forget(self, name: str) -> None:
+        """Lets go of a buffer or parameter that is replaced."""
+        path, _, leaf = name.rpartition(".")
+        for owner, _, buffers in self.buffers:
+            if owner == path:
+                buffers.pop(leaf, None)
+        self._memo = {key: value for key, value in self._memo.items() if isinstance(value, nn.Module)}
+
+    def changed(self) -> Iterator[tuple[str, nn.Module, str]]:
+        seen: set[tuple[int, int]] = set()
+        for path, module, before in self.saved:
+            now = attributes(module)
+            for name in {**before, **now}:
+                pristine = before[name][1] if name in before else ABSENT
+                if pristine is not _UNKNOWN and not _alike(now.get(name, ABSENT), pristine, seen):
+                    yield path, module, name
+        for path, module, buffers in self.buffers:
+            for name in {**buffers, **module._buffers}:
+                if module._buffers.get(name, ABSENT) is not buffers.get(name, ABSENT):
+                    yield path, module, name
+
+    def restore(self) -> None:
+        memo = dict(self._memo)
+        saved = {id(module): before for _, module, before in self.saved}
+        for _, module, name in list(self.changed()):
+            if name in module._modules or name in module._parameters:      # built by the first call, over None: it stays
+                saved[id(module)].pop(name, None)
+                vars(module).pop(name, None)
+            elif name not in saved[id(module)]:
+                vars(module).pop(name, None)
+            else:
+                value, pristine = saved[id(module)][name]
+                vars(module)[name] = _put_back(value, pristine, memo)
+        for _, module, buffers in self.buffers:
+            if any(module._buffers.get(n, ABSENT) is not buffers.get(n, ABSENT) for n in {**buffers, **module._buffers}):
+                module._buffers.clear()
+                module._buffers.update(buffers)
+
+
+_UNKNOWN = object()        # the pristine form of what cannot be copied
+
+
+def _pristine(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return _UNKNOWN
+
+
+def _put_back(value: Any, pristine: Any, memo: dict[int, Any]) -> Any:
+    """``value`` with the contents of ``pristine`` where it can be changed in place, else a copy of that."""
+    fresh = copy.deepcopy(pristine, memo)
+    if isinstance(value, Tensor) and isinstance(fresh, Tensor) and value.shape == fresh.shape and value.dtype == fresh.dtype:
+        with torch.no_grad():
+            value.copy_(fresh)
+        return value
+    if type(value) is list:
+        value[:] = fresh
+    elif type(value) in (dict, set):
+        value.clear()
+        value.update(fresh)
+    elif type(getattr(value, "__dict__", None)) is dict and not callable(value) and not isinstance(value, Tensor):
+        vars(value).clear()
+        vars(value).update(vars(fresh))
+        return fresh if isinstance(value, (list, dict, set)) else value
+    else:
+        return fresh
+    return value
+
+
+def _alike(now: Any, then: Any, seen: set[tuple[int, int]]) -> bool:
+    """Do two values hold the same? Objects that say nothing about themselves are taken to."""
+    if now is then:
+        return True
+    if type(now) is not type(then):
+        return False
+    if isinstance(now, (bool, int, float, complex, str, bytes)):
+        return now == then or (now != now and then != then)
+    if (id(now), id(then)) in seen:
+        return True
+    seen.add((id(now), id(then)))
+    if isinstance(now, Tensor):
+        return _same_tensor(now, then)
+    if isinstance(now, dict):
+        if list(now) != list(then) or not all(_alike(now[k], then[k], seen) for k in now):
+            return False
+    elif isinstance(now, (set, frozenset)):
+        return now == then
+    elif isinstance(now, (list, tuple, collections.deque)):
+        if len(now) != len(then) or not all(_alike(a, b, seen) for a, b in zip(now, then, strict=True)):
+            return False
+    attributes = getattr(now, "__dict__", None)
+    if type(attributes) is dict and not callable(now):
+        return _alike(attributes, vars(then), seen)
+    if isinstance(now, (dict, list, tuple, collections.deque, nn.Module)) or callable(now):
+        return True
+    return _same_form(now, then, seen)
+
+
+def _same_tensor(now: Tensor, then: Tensor) -> bool:
+    if now.shape != then.shape or now.dtype != then.dtype or now.layout != then.layout or now.layout is not torch.strided:
+        return now.shape == then.shape and now.layout == then.layout
+    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (now, then))
+    return a.device != b.device or torch.equal(a, b)
+
+
+def _same_form(now: Any, then: Any, seen: set[tuple[int, int]]) -> bool:
+    """Of objects of other libraries, such as arrays, random generators and counters: by what pickle would say of them."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if type(now).__module__ == "numpy":
+                return now.shape == then.shape and now.dtype == then.dtype and now.tobytes() == then.tobytes()
+            return _alike(now.__reduce_ex__(4)[1:3], then.__reduce_ex__(4)[1:3], seen)
+    except Exception:
+        return True
+
+
+class _StateWatch(OwnDraws):
+    """Finds the parameters and buffers that a forward writes to, before it writes, so that the original stays as it was."""
+
+    def __init__(self, storages: dict[int, str]):
+        super().__init__()
+        self.storages, self.compiled = storages, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.compiled = self.compiled or isinstance(func, torch._ops.HigherOrderOperator)
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[i] if i < len(args) else kwargs.get(argument.name)
+                    for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                        name = self.storages.get(storage_of(tensor)) if isinstance(tensor, Tensor) else None
+                        if name is not None and tensor.numel():
+                            raise _StateWritten(name)
+        return self.call(func, args, kwargs)
+
+
+class _StateWritten(Exception):
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.name = name
+
+
+def reference_run(root: nn.Module, example: Example, own: ModuleState) -> tuple[dict[str, Tensor], Any, Example, bool]:
+    """Runs the model: the state that it writes to (each such tensor is the copy's own from then on), its output, the example that knows
+    whether the model draws, and whether it draws from Python's or numpy's generators.
+
+    Raises `InputError` if the model does not run.
+    """
+    written: dict[str, Tensor] = {}
+    while True:
+        args, kwargs = example.fresh()
+        try:
+            heard = Listener()
+            with quiet(root), kept_outside_draws(lambda: heard.drew), heard, _StateWatch(_storages(root, written)) as watch:  # noqa: B023
+                want = root.forward(*args, **kwargs)
+            if watch.compiled:                             # what torch.cond compiles inside a mode fails outside of it
+                torch._dynamo.reset()
+            return written, want, dataclasses.replace(example, draws=watch.drew), heard.drew
+        except _StateWritten as state:
+            own.restore()
+            written[state.name] = put_state(root, state.name, None)
+            own.see_buffers()
+        except Exception as error:
+            own.restore()
+            outcome = _run_past_modes(root, example, own)
+            if outcome is None:
+                raise InputError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
+            return (*outcome, False)
+
+
+def _run_past_modes(root: nn.Module, example: Example, own: ModuleState) -> tuple[dict[str, Tensor], Any, Example] | None:
+    """For models with compiled functions inside, which refuse to run under a mode: on tensors of its own; None if they fail, too."""
+    written: dict[str, Tensor] = {}
+    kept = {name: put_state(root, name, None) for name in sorted(set(_storages(root, written).values()))}
+    own.see_buffers()
+    versions = {name: held_tensor(root, name)._version for name in kept}
+    args, kwargs = example.fresh()
+    try:
+        torch._dynamo.reset()
+        with quiet(root):
+            want = root.forward(*args, **kwargs)
+    except Exception:
+        want = None
+    for name, before in kept.items():
+        if held_tensor(root, name)._version == versions[name]:
+            put_state(root, name, before)
+        else:
+            written[name] = before
+    own.see_buffers()
+    return None if want is None else (written, want, example)
+
+
+def held_tensor(root: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of that path."""
+    path, _, leaf = name.rpartition(".")
+    module = root.get_submodule(path)
+    held = module._parameters.get(leaf)
+    return module._buffers[leaf] if held is None else held          # type: ignore[return-value]
+
+
+def _storages(root: nn.Module, written: dict[str, Tensor]) -> dict[int, str]:
+    """The stored tensors that are not the copy's own yet: by memory, their names."""
+    names = {}
+    for path, module in root.named_modules():
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                full = f"{path}.{name}" if path else name
+                if tensor is not None and full not in written and tensor.numel():
+                    names[storage_of(tensor)] = full
+    return names
+
+
+def put_state(root: nn.Module, name: str, value: Tensor | None) -> Tensor:
+    """Puts ``value`` (None: a copy of what is there) in the place of a parameter or buffer; what was there before."""
+    path, _, leaf = name.rpartition(".")
+    module = root.get_submodule(path)
+    kind: dict[str, Any] = module._parameters if module._parameters.get(leaf) is not None else module._buffers
+    before = kind[leaf]
+    copied = before.detach().clone() if value is None else value
+    kind[leaf] = nn.Parameter(copied, before.requires_grad) if kind is module._parameters and value is None else copied
+    return before
+
+
+def rewind(root: nn.Module, written: dict[str, Tensor]) -> None:
+    """Puts the tensors that forward writes to back to what they were before the first run."""
+    for name, before in written.items():
+        path, _, leaf = name.rpartition(".")
+        getattr(root.get_submodule(path), leaf).data.copy_(before)

@@ -1,0 +1,115 @@
+"""Another program for a module: calls of a kind that recurs outside its graphs are captured on the spot, over the codes it holds.
+
+It is also how a loaded model gets its graphs: nothing of a graph is in a file. The capture works on a copy that shares the tensors, so
+that the call which gave rise to it sees nothing of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..program import Context, Pass, Program
+
+if TYPE_CHECKING:
+    from .forward import GraphForward
+
+__all__ = ["Again", "attach_all", "capture_again"]
+
+MOST_PROGRAMS = 4          # of one module
+RECURRENT = 2              # calls of a kind after which it gets a program
+LASTING = ("training mode", "global module hooks", "autocast", "gradients are", "torch.")       # reasons that no program changes
+log = logging.getLogger("inro_fx")
+
+
+class Again:
+    """What a module asks for another program; ``eager``: at the first call of a kind, as a model does that was just loaded.
+
+    ``more`` are the user's own passes.
+    """
+
+    def __init__(self, more: Sequence[Pass] = (), eager: bool = False):
+        self.more, self.eager = tuple(more), eager
+        self.seen: Counter[str] = Counter()
+        self.refused: set[str] = set()
+        self.busy = False
+
+    def fresh(self) -> Again:
+        """The same for a copy of the module."""
+        return Again(self.more, self.eager)
+
+    def __call__(self, module: GraphForward, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Has the module a new program for this call? ``reason`` is why the others do not cover it."""
+        if self.busy or reason in self.refused or reason.startswith(LASTING) or not self._quiet():
+            return False
+        self.seen[reason] += 1
+        if self.seen[reason] < (1 if self.eager else RECURRENT) or len(module._inro_runners) >= MOST_PROGRAMS:
+            return False
+        self.busy = True
+        before = len(module._inro_runners)
+        try:
+            attach_all(module, capture_again(module, args, kwargs, self.more, whole=self.eager), self.more)
+        except Exception as error:                      # the call itself will say what is wrong with it, if anything is
+            log.info("no further graph: %s", error)
+        finally:
+            self.busy = False
+        self.eager = False
+        found = len(module._inro_runners) > before
+        if not found:
+            self.refused.add(reason)
+        return found
+
+    @staticmethod
+    def _quiet() -> bool:
+        """Is this an ordinary call, with nobody watching how it is computed?"""
+        return not (torch.jit.is_tracing() or torch.compiler.is_exporting() or torch._C._len_torch_dispatch_stack()
+                    or torch._C._len_torch_function_stack() or torch._C._are_functorch_transforms_active()
+                    or torch.onnx.is_in_onnx_export())
+
+
+def capture_again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], more: Sequence[Pass] = (), whole: bool = False
+                  ) -> dict[str, Program]:
+    """Programs for a call of a quantized module, by path; ``whole``: also of regions and layers below, where it stays Python itself.
+
+    Raises what capturing raises.
+    """
+    from ..capture.clone import clone
+    from ..capture.example import Example
+    from ..capture.ladder import capture
+    from ..pipeline import run_passes
+    from ..solve.plan import held_weights
+    from .forward import detach_programs
+    with torch.no_grad(), torch.inference_mode(False):
+        root = clone(module)
+        for child in root.modules():
+            detach_programs(child)
+        rungs = ("graph", "regions", "layers") if whole else ("graph", "regions")
+        session, _, _ = capture(root, Example(args, kwargs), rungs=rungs, unreached=whole)
+        weights = held_weights(session)
+        context = Context(root, weights)
+        found = {path: run_passes(program, context, more) for path, program in {**session.layers, **session.captures}.items()}
+        adopted = {path: [(n, b) for n, b in root.get_submodule(path)._buffers.items() if n.startswith("_constant_")] for path in found}
+    for path, buffers in adopted.items():
+        held = module.get_submodule(path)
+        for name, buffer in buffers:
+            if name not in held._buffers:
+                held.register_buffer(name, buffer, persistent=False)
+            elif held._buffers[name] is not buffer:
+                raise RuntimeError(f"{path} has another tensor of the name {name}")
+    log.info("captured %d further graph%s", len(found), "" if len(found) == 1 else "s")
+    return found
+
+
+def attach_all(module: nn.Module, programs: dict[str, Program], more: Sequence[Pass] = ()) -> None:
+    """Gives modules below ``module`` their programs; those that have some for their calls already keep them."""
+    from .forward import GraphForward, attach_program, rewatch
+    for path, program in programs.items():
+        owner: Any = module.get_submodule(path)
+        if not path or not isinstance(owner, GraphForward) or not owner._inro_runners:
+            attach_program(owner, program, strict=bool(getattr(module, "_inro_strict", False)) and not path, again=Again(more))
+    rewatch(module)

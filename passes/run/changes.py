@@ -1,0 +1,172 @@
+"""What was changed in a captured model since its graph was made, so that the graph does not stand for it any more."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from ..constants import ABSENT
+from .classes import TORCHS, user_class
+
+__all__ = ["Watch", "global_hooks", "mentioned", "watch"]
+
+_GLOBAL = tuple(getattr(torch_module, name) for name in (
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def global_hooks() -> bool:
+    """Are there hooks on all modules of the process?"""
+    return any(_GLOBAL)
+
+
+def hooks_of(module: nn.Module) -> tuple[Any, ...]:
+    """The hooks that calls of a module run, in order."""
+    found: tuple[Any, ...] = ()
+    for name in HOOKS:
+        hooks = module.__dict__[name]
+        if hooks:
+            found += tuple(hooks.items())
+    return found
+
+
+@dataclasses.dataclass(slots=True)
+class Inside:
+    """A module whose code a graph stands for, as it was when the graph was made.
+
+    ``siblings`` is the dict of modules of its parent (None for the captured module itself), ``state`` its attributes, ``counts`` how
+    many modules, parameters and buffers it had, ``nothing`` its tensors that were None, each with the dict that it is in.
+    """
+
+    siblings: dict[str, Any] | None
+    name: str
+    module: nn.Module
+    state: dict[str, Any]
+    hooks: tuple[Any, ...]
+    counts: tuple[int, int, int]
+    nothing: tuple[tuple[dict[str, Any], str], ...]
+
+
+@dataclasses.dataclass
+class Watch:
+    """What a graph depends on beside its inputs: modules, the contents of containers that their code may have read, and the shapes
+    of the tensors ``fixed``, which its code has asked for."""
+
+    inside: list[Inside]
+    containers: list[tuple[Any, Any]]
+    fixed: list[tuple[dict[str, Any], str, Any]]
+
+    def altered(self, lasting: bool = False) -> str | None:
+        """What is no more as it was; ``lasting``: apart from the mode, which every copy can tell."""
+        for inside in self.inside:
+            module, siblings = inside.module, inside.siblings
+            if siblings is not None and siblings.get(inside.name) is not module:
+                return f"{inside.name} was replaced"
+            now = module.__dict__
+            if (len(now["_modules"]), len(now["_parameters"]), len(now["_buffers"])) != inside.counts:
+                return f"modules or tensors of {inside.name} were added or removed"
+            if siblings is not None and (inside.hooks or now["_forward_hooks"] or now["_forward_pre_hooks"] or now["_backward_hooks"]
+                                         or now["_backward_pre_hooks"]) and hooks_of(module) != inside.hooks:
+                return f"hooks on {inside.name}"
+            for kind, name in inside.nothing:
+                if kind.get(name) is not None:
+                    return f"{inside.name}.{name} was set"
+            if not is_same(now, inside.state) and (reason := _difference(inside, lasting)) is not None:
+                return reason
+        for container, before in self.containers:
+            if not is_same(container, before):
+                return "a dict, list or config object that its code may have read was changed"
+        for kind, name, shape in self.fixed:
+            held = kind.get(name)
+            if held is not None and held.shape != shape:
+                return f"{name} was set to a tensor of another shape"
+        return None
+
+
+def watch(root: nn.Module, fixed: Mapping[str, tuple[int, ...]]) -> Watch:
+    """Notes how a module and those below it are now; ``fixed`` are shapes by the path of a tensor."""
+    inside, containers = [], {}
+    for path, child in root.named_modules():
+        parent, _, name = path.rpartition(".")
+        siblings = root.get_submodule(parent)._modules if path else None
+        own = child._modules, child._parameters, child._buffers
+        inside.append(Inside(siblings, name or "the model", child, {**vars(child), "training": False}, hooks_of(child) if path else (),
+                             (len(own[0]), len(own[1]), len(own[2])),
+                             tuple((kind, n) for kind in own[1:] for n, t in kind.items() if t is None)))
+        for name, value in vars(child).items():
+            if name not in TORCHS and not name.startswith("_inro") and (container := _container(value)) is not None:
+                containers[id(container)] = container, container.copy()
+    held = []
+    for name, shape in fixed.items():
+        path, _, leaf = name.rpartition(".")
+        owner = root.get_submodule(path)
+        held += [(kind, leaf, shape) for kind in (owner._parameters, owner._buffers) if kind.get(leaf) is not None]
+    return Watch(inside, list(containers.values()), held)
+
+
+def _container(value: Any) -> Any:
+    """What can be changed inside an attribute without setting it: a dict, a list, the attributes of a config object."""
+    if type(value) in (dict, list):
+        return value
+    try:
+        attributes = getattr(value, "__dict__", None)
+        plain = type(attributes) is dict and not callable(value) and not isinstance(value, (nn.Module, Tensor))
+        return attributes if plain and not type(value).__module__.startswith("torch") else None
+    except Exception:                           # of an object that answers no questions
+        return None
+
+
+def is_same(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:                          # tensors or arrays, and not the same ones
+        return False
+
+
+def _difference(inside: Inside, lasting: bool) -> str | None:
+    """Which attribute of a module is another one; None for what no graph can tell apart."""
+    now = inside.module.__dict__
+    if now["training"] and not lasting and inside.siblings is not None:
+        return "training mode"
+    for name in {**inside.state, **now}:
+        a, b = now.get(name, ABSENT), inside.state.get(name, ABSENT)
+        if a is b or name.startswith("_inro") or name in TORCHS or is_same(a, b):
+            continue
+        if b is not ABSENT or name in mentioned(user_class(inside.module)):
+            return f"{inside.name}.{name} was changed" if inside.siblings is not None else f"self.{name} was changed"
+    return None
+
+
+_mentioned: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def mentioned(user: type[Any]) -> frozenset[str]:
+    """Every name and string in the code of a class: what it may read with getattr or hasattr."""
+    if user not in _mentioned:
+        found: set[str] = set()
+        for kind in user.__mro__[:user.__mro__.index(nn.Module)]:
+            for value in vars(kind).values():
+                function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
+                if isinstance(function, types.FunctionType):
+                    _names(function.__code__, found)
+        _mentioned[user] = frozenset(found)
+    return _mentioned[user]
+
+
+def _names(code: types.CodeType, found: set[str]) -> None:
+    found.update(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            found.add(constant)
+        elif isinstance(constant, types.CodeType):
+            _names(constant, found)
+
+
+Watch.altered._dynamo_marked_constant = True          # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

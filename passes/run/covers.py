@@ -1,0 +1,138 @@
+"""Whether a program answers a call: the one place that decides, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..capture.call import NumberLeaf, TensorLeaf
+from ..capture.frames import active
+from ..capture.listener import SETTINGS
+from ..program import GuardFailed, Program, guard
+from .changes import Watch, global_hooks
+from .codegen import Compiled, source_of
+
+if TYPE_CHECKING:
+    from .forward import GraphForward
+
+__all__ = ["Runner", "covers"]
+
+MOST_VERDICTS = 4096       # calls of different sizes whose verdicts a program remembers
+
+
+@dataclasses.dataclass
+class Runner:
+    """A program that stands in for a module's forward: its functions, what it watches, and the calls that it has answered.
+
+    ``verdicts`` remembers by sizes whether the guards hold: the reason why not, or "" where they do, or True where those on
+    intermediates have held, too.
+    """
+
+    program: Program
+    functions: Compiled
+    watch: Watch
+    calls: int = 0
+    verdicts: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        call, facts = self.program.call, self.program.call.facts
+        guarded = {n for g in self.program.graph.nodes if g.target is guard for n in _inputs_of(g)}
+        inside = any(n.target is guard for n in self.program.graph.nodes)
+        shapes = inside or "rank" in facts
+        asked = [fact for fact in ("dtype", "device", "requires_grad") if fact in facts]
+        self._reads: list[tuple[int, tuple[str, ...]]] = []
+        for index, leaf in enumerate(call.inputs):
+            if isinstance(leaf, TensorLeaf):
+                self._reads.append((index, ("shape", *asked) if shapes else tuple(asked)))
+            elif leaf.name in guarded:
+                self._reads.append((index, ()))
+        self._strides = "strides" in facts
+        self._identity = "identity" in facts or any(i != j for i, j in enumerate(call.same))
+        self.asks = any(names or isinstance(call.inputs[i], NumberLeaf) for i, names in self._reads) or self._strides or self._identity
+
+    def edited(self) -> bool:
+        """Was the graph changed by hand since it was compiled, or compiled again?"""
+        return self.functions.edited or self.functions.source != source_of(self.program.graph)
+
+    def signature(self, flat: list[Any]) -> Any:
+        """What the guards depend on."""
+        key: list[Any] = []
+        for index, names in self._reads:
+            value = flat[index]
+            if not isinstance(value, torch.Tensor):
+                key.append(value)
+            else:
+                key.extend([getattr(value, name) for name in names])
+                if self._strides:
+                    key.append((value.stride(), value.storage_offset()))
+        if self._identity:
+            key.append(self.program.call.identities(flat))
+        return tuple(key)
+
+    def judge(self, flat: list[Any]) -> str:
+        """Why the facts and guards on inputs do not hold; "" if they do."""
+        call = self.program.call
+        differs = call.differs(flat)
+        if differs is not None:
+            return differs
+        if self._identity and call.identities(flat) != call.same:
+            return "other inputs are the same tensor"
+        if self._strides and not torch.compiler.is_compiling() and any(
+                isinstance(v, torch.Tensor) and not v.is_contiguous() for v in flat):
+            return "inputs with other strides"
+        if self.functions.ask is not None:
+            try:
+                self.functions.ask(*flat)
+            except GuardFailed as failed:
+                return str(failed)
+        return ""
+
+
+def _inputs_of(node: Any) -> set[str]:
+    """The names of the placeholders that a node depends on."""
+    found, pending, seen = set(), [node], set()
+    while pending:
+        n = pending.pop()
+        if n not in seen:
+            seen.add(n)
+            pending.extend(n.all_input_nodes)
+            if n.op == "placeholder":
+                found.add(str(n.target))
+    return found
+
+
+def covers(runner: Runner, module: GraphForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any] | str:
+    """(the inputs of the graph, their signature), or the reason why the program does not answer this call of ``module``."""
+    facts = runner.program.call.facts
+    if module.training:
+        return "training mode"
+    if global_hooks() and active() is None:
+        return "global module hooks"
+    if torch._C._is_any_autocast_enabled():
+        return "autocast"
+    if facts and (("grad_off" in facts and torch.is_grad_enabled()) or ("grad_on" in facts and not torch.is_grad_enabled())):
+        return "gradients are switched on and off inside"
+    if "dtype" in facts and module._inro_float_dtypes[0] != module._inro_float_dtypes[1]:
+        return "another dtype of the weights"
+    for name, expected in runner.program.settings.items():
+        if SETTINGS[name]() != expected:
+            return f"{name}() is not {expected}"
+    if (altered := runner.watch.altered()) is not None:
+        return altered
+    flat = runner.program.call.flatten(args, kwargs)
+    if isinstance(flat, str):
+        return flat
+    if not runner.asks:
+        return flat, None
+    if torch.compiler.is_compiling():
+        reason = runner.judge(flat)
+        return reason or (flat, None)
+    key = runner.signature(flat)
+    verdict = runner.verdicts.get(key)
+    if verdict is None:
+        if len(runner.verdicts) >= MOST_VERDICTS:
+            runner.verdicts.clear()
+        verdict = runner.verdicts[key] = runner.judge(flat)
+    return verdict if verdict and verdict is not True else (flat, key)
