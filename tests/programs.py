@@ -150,8 +150,8 @@ class Module:
         self.book.edits.append([line.replace("self.", self.path + ".") for line in lines])
 
     def size(self):
-        return self.pick("h.shape[0]", "h.shape[0]", "x.shape[0]", "h.size(0)", "len(h)", "x.size(-2)", "h.shape[-2]", "h.shape[0] + 1",
-                         "h.numel() // 4", "h.shape[:-1].numel()", "x.shape[-2]")
+        return self.pick("h.shape[0]", "x.shape[0]", "len(h)", "h.shape[0] + 1", "h.numel() // 4", "h.shape[:-1].numel()",
+                         "x.shape[-2]", "x.shape[-2]", "h.shape[-2]", "h.size(-2)", "x.size(-2)", "x.shape[-2] + 1", "h.numel() // h.shape[0]")
 
     def source(self):
         """Something to look at: the module's input or its running value."""
@@ -271,7 +271,7 @@ def rank_of_input(m):
 def rank_of_intermediate(m):
     z = m.new("z")
     make = m.pick("h.squeeze()", "h.squeeze()", "h.squeeze(0)", "h[0]", "h.unbind(0)[0]", "h.select(0, 0)", "h.sum(0)", "h.squeeze(-2)", "torch.atleast_2d(h)",
-                  "h.squeeze((0, 1))", "h.unbind(0)[-1].squeeze()", "torch.movedim(h, 0, -2).squeeze()", "h.mean(0).squeeze()", "torch.squeeze(h, 0)")
+                  "h.squeeze((0, 1))", "h[0].squeeze()", "h.squeeze(-2)", "h.reshape(2, -1, 4).squeeze(1) if x.dim() == 3 and len(x) == 2 else h", "h.unbind(0)[-1].squeeze()", "torch.movedim(h, 0, -2).squeeze()", "h.mean(0).squeeze()", "torch.squeeze(h, 0)")
     question = m.pick("{}.dim() == 2", "{}.ndim > 1", "len({}.shape) == 1", "{}.dim() == h.dim()", "{}.dim() < x.dim()").format(z)
     return [f"{z} = {make}", *m.decide(question), *([f"h = h + {z}.mean()"] if m.chance(0.5) or "squeeze()" not in make else [f"h = {z}"])]
 
@@ -367,7 +367,7 @@ def getattr_by_size(m):
 
 
 def module_by_size(m):
-    k = m.pick("h.shape[0]", "x.shape[0]", "len(h)", "x.shape[-2]")
+    k = m.pick("h.shape[0]", "x.shape[0]", "x.shape[-2]", "h.shape[-2]")
     if m.chance(0.5):
         name = m.attribute("layers", f"nn.ModuleList([linear({m.seed()}), linear({m.seed()}), nn.ReLU()])")
         return m.pick([f"h = self.{name}[{k} % 3](h)"], [f"for layer in self.{name}[:{k}]:", "    h = layer(h)"], [f"for layer, _ in zip(self.{name}, range({k})):", "    h = layer(h)"])
@@ -391,7 +391,9 @@ def slice_by_size(m):
 
 
 def size_passed_down(m):
-    call = m.child(begins=argument_number, python=m.chance(0.3))
+    def begins(child):
+        return [*argument_number(child), f"h = h @ self.{child.parameter(4, 4)}"]
+    call = m.child(begins=begins, python=m.chance(0.3))
     return [f"h = {call(n=m.pick('h.shape[0]', 'x.shape[0]', 'len(h)', 'x.shape[-2]'))}"]
 
 
@@ -551,7 +553,8 @@ def loop_in_two_places(m):
     m.book.classes.append("\n".join([f"class {name.upper()}(nn.Module):", "    def forward(self, x, n):", "        for i in range(n):", "            x = x * 0.5 + i", f"        if {m.pick(*ON_VALUES).format('x')}:",
                                      "            x = x + 1", "        return x", ""]))
     m.init.append(f"self.{name} = {name.upper()}()")
-    lines = [f"h = self.{name}(h, {size})", *m.op()]
+    k = m.new("k")
+    lines, size = [f"{k} = {size}", f"h = self.{name}(h, {k})", *m.op()], k
     return lines + m.pick(lambda: [f"for i in range({size}):", "    h = h * 0.5 + i"], lambda: m.decide(f"{size} > {m.rng.randrange(1, 4)}"))()
 
 
@@ -1060,7 +1063,7 @@ class Inputs:
         return new
 
     def other_x(self):
-        shape = self.rng.choice([(1, 3, 4), (2, 1, 4), (1, 1, 4), (2, 5, 4), (3, 3, 4), (5, 2, 4), (4, 4, 4), (3, 4), (1, 4), (2, 4), (4,), (2, 2, 3, 4), (1, 2, 3, 4), (2, 3, 4), (2, 3, 4), (3, 1, 4)])
+        shape = self.rng.choice([(1, 3, 4), (2, 1, 4), (1, 1, 4), (2, 5, 4), (2, 2, 4), (2, 1, 4), (2, 6, 4), (3, 3, 4), (5, 2, 4), (4, 4, 4), (3, 4), (1, 4), (2, 4), (4,), (2, 2, 3, 4), (1, 2, 3, 4), (2, 3, 4), (2, 3, 4), (3, 1, 4)])
         seed, shift = self.rng.randrange(99), self.rng.choice(["", "", ", shift=1.0", ", shift=-1.0"])
         grad = ", grad=True" if self.gradients and self.rng.random() < 0.5 else ""
         how = self.rng.random()
@@ -1215,7 +1218,7 @@ def differs(a, b, where):
             was, now = (getattr(v, what)() if what == "stride" else getattr(v, what) for v in (a, b))
             if was != now:
                 return f"{where}.{what}: {was} in the float model, {now} in the other"
-        if not torch.equal(bits(a), bits(b)):
+        if bits(a) != bits(b):
             return f"{where}: other values, {brief(a)} in the float model, {brief(b)} in the other"
         return differs(a.grad, b.grad, f"{where}.grad") if a.is_leaf and b.is_leaf else None
     if isinstance(a, dict):
@@ -1238,13 +1241,14 @@ def first(found):
 
 
 def bits(tensor):
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).reshape(-1).view(torch.uint8)
+    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).detach().numpy().tobytes()
 
 
 def brief(tensor):
     return f"{[round(v, 4) if isinstance(v, float) else v for v in tensor.detach().flatten()[:4].tolist()]}"
 
 
+MISSING = object()
 TORCHS = {*vars(nn.Module()), "_flat_weights"}
 
 
@@ -1260,9 +1264,9 @@ def state_differs(a, b):
             return f"{where}.training: {module.training} in the float model, {other.training} in the other"
         own, others_own = ([n for n in vars(m) if n not in TORCHS and not n.startswith(("_inro", "_graph"))] for m in (module, other))
         for name in [*module._parameters, *module._buffers, *own]:
-            if not hasattr(other, name):
+            mine, theirs = (v.data if isinstance(v, nn.Parameter) and not v.requires_grad else v for v in (getattr(module, name), getattr(other, name, MISSING)))
+            if theirs is MISSING:
                 return f"{where}.{name}: missing"
-            mine, theirs = (v.data if isinstance(v, nn.Parameter) and not v.requires_grad else v for v in (getattr(module, name), getattr(other, name)))
             found = differs(mine, theirs, f"{where}.{name}")
             if found is not None:
                 return found
@@ -1361,17 +1365,15 @@ def difference(made, quantize=quantized, statistics=None):
     with quiet(), made.loaded() as module:
         model = module.make()
         args, kwargs, _ = module.example()
-        before, given, hooks = copy.deepcopy(model), copy.deepcopy((args, kwargs)), [len(m._forward_hooks) for m in model.modules()]
-        torch.default_generator.manual_seed(7)
+        a, given, hooks = copy.deepcopy(model), copy.deepcopy((args, kwargs)), [len(m._forward_hooks) for m in model.modules()]
         drawn = torch.get_rng_state()
-        a = copy.deepcopy(model)
         try:
             b = quantize(model, args, kwargs)
         except Exception as error:
             return f"quantizing raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if statistics is not None:
             statistics["model"] = b
-        found = state_differs(before, model) or differs(given, (args, kwargs), "example")
+        found = state_differs(a, model) or differs(given, (args, kwargs), "example")
         if found is not None:
             return f"quantizing changes the user's: {found}"
         if not torch.equal(drawn, torch.get_rng_state()) or hooks != [len(m._forward_hooks) for m in model.modules()]:

@@ -177,7 +177,7 @@ def test_what_a_child_that_stays_python_returns(kind):
     if kind in ("none", "keys", "rank"):
         child = net(lambda self, x: self.inner(x), inner=child)
     x = torch.rand(2, 8)
-    right(net(lambda self, x: use(self, x, self.gate(x)), gate=child, **layers("a", "b")), (x,), (-x,), *rows(3, 4), (x[:1],))
+    right(net(lambda self, x: use(self, x, self.gate(x)), gate=child, **layers("a", "b")), (x,), (-x,), *rows(3, 4), (x[:1],), strict=True)
 
 
 # ---- guards of scopes that were given up ----

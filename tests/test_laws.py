@@ -9,13 +9,15 @@ from models import quantize as quantize_model
 from torch import nn
 
 import inro_fx
-from inro_fx.passes.capture import capture
-from inro_fx.passes.example import Example
-from inro_fx.passes.fuse import fuse
-from inro_fx.passes.quantize import quantize
+from inro_fx.passes.capture.clone import clone
+from inro_fx.passes.capture.example import Example
+from inro_fx.passes.capture.ladder import capture
+from inro_fx.passes.pipeline import PASSES, run_passes
+from inro_fx.passes.program import Context
+from inro_fx.passes.rules.quantize import quantize
+from inro_fx.passes.run.forward import GraphForward
 from inro_fx.passes.scheme import Identity
-from inro_fx.passes.state import clone
-from inro_fx.passes.targets import Overrides, find_targets, plan
+from inro_fx.passes.solve.plan import Overrides, find_targets, plan
 from inro_fx.passes.verify import verify
 
 SCHEMES = [*inro_fx.SCHEMES, inro_fx.uniform(1000), inro_fx.uniform(3, "tensor"), inro_fx.uniform(100, 5)]
@@ -67,7 +69,7 @@ def test_identity_scheme_is_bitwise_equal(name):
 
 def captured_float(model, inputs):
     root = clone(model)
-    session, _ = capture(root, Example.of(inputs))
+    session, _, _ = capture(root, Example.of(inputs))
     return root, session
 
 
@@ -77,18 +79,21 @@ def test_passes_leave_their_input_alone_and_verify(name, scheme):
     model, inputs = MODELS[name]()
     root, session = captured_float(model, inputs)
     chosen = plan(session, find_targets(session), scheme, Overrides(None, root))
-    for path, captured in session.captures.items():
-        text = str(captured.graph)
-        module = root.get_submodule(path)
-        verify(captured.graph, module, chosen.decisions, after="capture")
-        quantized = quantize(captured.graph, chosen.decisions, path)
-        assert str(captured.graph) == text
-        verify(quantized, module, chosen.decisions, after="quantize")
-        fused = fuse(quantized, chosen.decisions)
-        verify(fused, module, chosen.decisions, after="fuse")
-        once = str(fused)
-        assert str(fuse(fused, chosen.decisions)) == once                    # a second time changes nothing
-        assert str(quantize(captured.graph, {}, path)) == text               # nothing to do: the same text
+    context, nothing = Context(root, chosen.weights), Context(root, {})
+    for program in session.captures.values():
+        text = str(program.graph)
+        verify(program, context, after="capture")
+        done = program
+        for step in PASSES:
+            before = str(done.graph)
+            after = step(done, context)
+            assert str(done.graph) == before
+            verify(after, context, after=step.__name__)
+            assert str(step(after, context).graph) == str(after.graph)         # a second time changes nothing
+            assert after.probes.keys() >= done.probes.keys()
+            done = after
+        assert str(program.graph) == text
+        assert str(run_passes(program, nothing).graph) == text               # nothing to do: the same text
 
 
 def test_nothing_to_quantize_changes_nothing():
@@ -103,7 +108,7 @@ def test_unfused_equals_fused(name, monkeypatch):
     model, inputs = MODELS[name]()
     args, kwargs = example(inputs)
     fused = first(inro_fx.quantize_graph(model, inputs)(*args, **kwargs))
-    monkeypatch.setattr("inro_fx.passes.fuse.RULES", {})
+    monkeypatch.setattr("inro_fx.passes.pipeline.PASSES", (quantize,))
     unfused = first(inro_fx.quantize_graph(model, inputs)(*args, **kwargs))
     assert relative(unfused, fused) < FIFTEEN_BITS
 
@@ -116,9 +121,9 @@ def test_python_path_equals_the_graph(name):
     small = inro_fx.quantize_graph(model, inputs)
     want = first(small(*args, **kwargs))
     for module in small.modules():
-        if hasattr(module, "_inro_capture"):
-            module._inro_capture.call.names = ("nothing like it",) * 99             # no call matches any more
-            module._inro_capture.call.match = lambda args, kwargs: "the test says so"
+        if isinstance(module, GraphForward):
+            module._inro_runners.clear()                                              # no call is covered any more
+            module.__dict__["_inro_again"] = None
     assert relative(want, small(*args, **kwargs)) < FIFTEEN_BITS
 
 

@@ -7,13 +7,15 @@ from models import quantize as quantize_model
 from torch import fx, nn
 
 import inro_fx
-from inro_fx.passes.capture import capture
-from inro_fx.passes.example import Example
+from inro_fx.passes.capture.clone import clone
+from inro_fx.passes.capture.example import Example
+from inro_fx.passes.capture.ladder import capture
 from inro_fx.passes.failures import PassError
-from inro_fx.passes.fuse import fuse
-from inro_fx.passes.quantize import quantize
-from inro_fx.passes.state import clone
-from inro_fx.passes.targets import Overrides, find_targets, plan
+from inro_fx.passes.program import Context
+from inro_fx.passes.rules.fold_batchnorm import fold_batchnorm
+from inro_fx.passes.rules.fuse import fuse
+from inro_fx.passes.rules.quantize import quantize
+from inro_fx.passes.solve.plan import Overrides, find_targets, plan
 from inro_fx.passes.verify import verify
 
 
@@ -29,7 +31,7 @@ class Two(nn.Module):
 
 def prepared(model, *inputs, scheme="int8", overrides=None):
     root = clone(model)
-    session, _ = capture(root, Example.of(inputs))
+    session, _, _ = capture(root, Example.of(inputs))
     scheme = next(s for s in inro_fx.SCHEMES if s.name == scheme)
     return root, session, plan(session, find_targets(session), scheme, Overrides(overrides, root))
 
@@ -40,19 +42,23 @@ def names(graph):
 
 def test_what_the_passes_make_of_it():
     root, session, chosen = prepared(Two(), torch.randn(3, 16))
-    graph = session.captures[""].graph
-    assert names(graph) == ["placeholder:x", "get_attr:fc.weight", "get_attr:fc.bias", "call_function:linear", "call_function:relu",
-                            "get_attr:w", "call_function:matmul", "output:output"]
-    quantized = quantize(graph, chosen.decisions, "")
-    assert names(quantized) == [
+    program, context = session.captures[""], Context(root, chosen.weights)
+    assert names(program.graph) == ["placeholder:x", "get_attr:fc.weight", "get_attr:fc.bias", "call_function:linear", "call_function:relu",
+                                    "get_attr:w", "call_function:matmul", "output:output"]
+    quantized = quantize(program, context)
+    assert names(quantized.graph) == [
         "placeholder:x", "get_attr:fc.weight_codes", "get_attr:fc.weight_scale", "call_function:dequantize.default", "get_attr:fc.bias",
         "call_function:linear", "call_function:relu", "get_attr:w_codes", "get_attr:w_scale", "call_function:dequantize.default",
         "call_method:permute", "call_method:contiguous", "call_function:matmul", "output:output"]
-    fused = fuse(quantized, chosen.decisions)
-    assert names(fused) == [
+    fused = fuse(quantized, context)
+    assert names(fused.graph) == [
         "placeholder:x", "get_attr:fc.weight_codes", "get_attr:fc.weight_scale", "get_attr:fc.bias", "call_function:linear.default",
         "call_function:relu", "get_attr:w_codes", "get_attr:w_scale", "call_function:linear.default", "output:output"]
-    verify(fused, root, chosen.decisions, after="fuse")
+    verify(fused, context, after="fuse")
+    assert {k: (p.node, p.twin) for k, p in fused.probes.items()} == {
+        ("linear", "fc.weight"): ("linear_default", "linear"), ("matmul", "w"): ("linear_default_1", "matmul")}
+    assert [(rule, node) for rule, node, reason in fused.log if not reason] == [
+        ("unpack", "fc_weight"), ("unpack", "w"), ("fuse linear", "linear"), ("fuse linear", "matmul")]
 
 
 UNFUSED = [
@@ -60,7 +66,10 @@ UNFUSED = [
     (lambda m, x: torch.addmm(x.new_ones(3, 8), x, m.w, alpha=2), (16, 8), "addmm with a scaled or two-dimensional bias"),
     (lambda m, x: F.linear(x, m.w.half().float()), (8, 16), "the weight is not a plain matrix"),
     (lambda m, x: x[:, :4] @ m.w[:, :4].t(), (8, 16), "the weight is a part of another one, across its columns"),
-    (lambda m, x: F.conv1d(x.unsqueeze(1), m.w.view(8, 1, 16)), (8, 16), "no integer operator for conv1d"),
+    (lambda m, x: x[:, :4] @ m.w[:, 4:8], (4, 8), "the weight is a part of another one, across its rows"),
+    (lambda m, x: F.linear(x[:, :4], m.w[::2, ::4]), (8, 16), "the weight is a part of another one, with steps"),
+    (lambda m, x: torch.baddbmm(x[None], x[None, :, :8], m.w[None])[0], (8, 16), "no rule fuses baddbmm"),
+    (lambda m, x: F.conv1d(x.unsqueeze(1), m.w.view(8, 1, 16)), (8, 16), "no rule fuses conv1d"),
     (lambda m, x: F.linear(x, m.w[x.shape[0]:x.shape[0] + 4]), (8, 16), "the part of the weight depends on the input"),
     (lambda m, x: F.embedding(x.long().abs() % 8, m.w[1:]), (9, 16), "the table is a part of another weight"),
 ]
@@ -81,6 +90,21 @@ def test_what_is_not_fused_says_why(forward, shape, reason):
     assert row.note == reason
     assert row.kernel == f"dequantize + {row.op}"
     assert ((small(x) - model(x)).norm() / model(x).norm()) < 0.03
+
+
+def test_a_weight_used_along_both_of_its_axes_is_fused_along_one():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 16))
+
+        def forward(self, x):
+            return F.linear(x, self.w) @ self.w
+    model, x = Both(), torch.randn(3, 16)
+    small = inro_fx.quantize_graph(model, x)
+    assert [r.note for r in inro_fx.report(small).rows] == ["", "shares the codes of w"]
+    assert small.code.count("dequantize") == 2
+    assert (small(x) - model(x)).norm() / model(x).norm() < 0.03
 
 
 def skipped(build, *inputs, **options):
@@ -178,16 +202,16 @@ def test_an_override_that_matches_nothing_warns_by_name():
 ])
 def test_verify_refuses(break_it, message):
     root, session, _ = prepared(Two(), torch.randn(3, 16))
-    graph = session.captures[""].graph
-    break_it(graph)
+    program = session.captures[""]
+    break_it(program.graph)
     with pytest.raises(PassError, match=message):
-        verify(graph, root, {}, after="capture")
+        verify(program, Context(root, {}), after="capture")
 
 
 def test_verify_sees_a_float_weight_that_should_be_gone():
     root, session, chosen = prepared(Two(), torch.randn(3, 16))
     with pytest.raises(PassError, match=r"after quantize: fc_weight reads fc\.weight as a float weight"):
-        verify(session.captures[""].graph, root, chosen.decisions, after="quantize")
+        verify(session.captures[""], Context(root, chosen.weights), after="quantize")
 
 
 def test_rows_of_a_packed_projection_are_taken_as_codes():
@@ -208,10 +232,9 @@ def test_batch_norm_folding_is_exact_and_leaves_the_original():
         norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
     state = {k: v.clone() for k, v in net.state_dict().items()}
     x = torch.randn(2, 3, 9, 9)
-    from inro_fx.passes.fold_batchnorm import fold_batchnorm
     root, session, _ = prepared(net, x)
     with torch.no_grad():
-        assert fold_batchnorm(root, session.captures[""].graph) == [("0", "1"), ("3", "4")]
+        assert fold_batchnorm(root, session.captures[""]) == [("0", "1"), ("3", "4")]
     small = inro_fx.quantize_graph(net, x, inro_fx.uniform(2**20), fold_batchnorm=True)
     torch.testing.assert_close(small(x), net(x), rtol=1e-4, atol=1e-4)
     assert isinstance(small[1], nn.Identity)

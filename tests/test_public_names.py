@@ -55,7 +55,7 @@ def test_wheel_holds_one_top_level_name(tmp_path):
     wheel = next(tmp_path.glob("*.whl"))
     names = zipfile.ZipFile(wheel).namelist()
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"inro_fx"}
-    assert {"inro_fx/passes/trace.py", "inro_fx/py.typed", "inro_fx/demo/digits.safetensors"} <= set(names)
+    assert {"inro_fx/passes/capture/tracer.py", "inro_fx/passes/rules/fuse.py", "inro_fx/py.typed", "inro_fx/demo/digits.safetensors"} <= set(names)
 
 
 def test_importing_is_quiet_and_leaves_torch_alone():

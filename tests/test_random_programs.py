@@ -9,7 +9,7 @@ from torch import nn
 
 import inro_fx
 
-SEEDS = range(150)
+SEEDS = range(120)
 PER_KIND = 3
 
 

@@ -11,8 +11,8 @@ enum { STEP = 64, MR = 6, NR = 4, MOST_TOGETHER = 32 };
 /* codes that a vector holds; results of a block, [MR][NR]; columns of a panel at most */
 enum { SAFE = 1024 };                                  /* 128 * 16256 * 1024 < 2^31: columns whose sums fit int32 */
 
-/* Some columns of the weight, and the rows of x that they multiply: y[r * out + c] for c < width. Inner loops get a copy of it, not its
-   address: there a store of a vector might change it, for all that C knows. */
+/* Some columns of the weight, and the rows of x that they multiply: y[r * out + c] for c < width. Inner loops get a copy of it, not
+   its address: a store of a vector might change what lies there, for all that C knows. */
 typedef struct {
     const int8_t *codes;                               /* of the columns, [width, in] */
     const char *next;                                  /* the codes after these, which memory is asked for while these are used */

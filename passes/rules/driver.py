@@ -1,8 +1,7 @@
 """One driver for rewriting: rules are data, applied to a graph until nothing changes.
 
 A `Rule` finds a match, says why it refuses it or not, and rewrites it in a few lines. The driver does what every rewrite needs: it
-inserts before the match, hands the match's users to the new node, keeps `Probe`s true, removes what nobody reads any more, and writes
-down which rule did what.
+inserts before the match, hands the match's users to the new node, keeps `Probe`s true, and writes down which rule did what.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ def apply_rules(program: Program, context: Context, rules: Sequence[Rule]) -> Pr
                 _rewrite(program, context, rule, match)
                 changed = True
                 break
-    drop_unread(program.graph)
     program.graph.lint()
     program.log = tuple(log)
     return program

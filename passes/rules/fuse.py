@@ -19,7 +19,7 @@ from ..carriers import Use, carrier_of
 from ..constants import Alias
 from ..program import Context, Program, meta_of, shape_of
 from ..solve.plan import Weight, uses_of
-from .driver import Match, Rule, apply_rules
+from .driver import Match, Rule, apply_rules, drop_unread
 
 __all__ = ["FUSIONS", "fuse"]
 
@@ -27,6 +27,7 @@ __all__ = ["FUSIONS", "fuse"]
 def fuse(program: Program, context: Context) -> Program:
     """Operators on decided weights are fused where the scheme allows."""
     fused = apply_rules(program, context, FUSIONS)
+    drop_unread(fused.graph)
     reasons = {node: reason for rule, node, reason in fused.log if rule.startswith("fuse") and reason}
     for node in fused.graph.nodes:
         for use in uses_of(node):
