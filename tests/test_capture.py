@@ -116,13 +116,13 @@ def test_a_number_read_from_a_tensor_may_flow_through_the_graph():
     assert relative(model(x), small(x)) < 0.03
 
 
-def test_only_the_module_at_fault_stays_python():
+def test_the_module_at_fault_stays_python_and_those_that_call_it():
     inner = net(lambda self, x: self.fc(x) if x.sum() > 0 else -self.fc(x), fc=nn.Linear(8, 8))
     model, small = quantized(lambda self, x: self.post(self.inner(self.pre(x))), torch.randn(2, 8), pre=nn.Linear(8, 8), inner=inner,
                              post=nn.Linear(8, 8))
     report = inro_fx.report(small)
-    assert report.nodes > 0
-    assert [path for path, _ in report.regions] == ["inner"]
+    assert [path for path, _ in report.regions] == ["", "inner"]
+    assert {p.layer for p in report.programs} == {"pre", "inner.fc", "post"}
     assert len(report.rows) == 3
     assert all(r.propagated is not None for r in report.rows)
     for x in (torch.randn(2, 8), torch.randn(5, 8) - 1):

@@ -18,7 +18,7 @@ from .draws import own_draws
 from .traced import quiet
 from ..failures import InputError
 
-__all__ = ["Example", "compare", "run", "tensors_in"]
+__all__ = ["Example", "compare", "copied_input", "run", "tensors_in"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +45,13 @@ class Example:
         return cls((inputs,), {})
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of one run; what cannot be copied is shared."""
         def copied(x: Any) -> Any:
-            if type(x) in (Tensor, nn.Parameter):
-                return x.detach().clone()
-            if isinstance(x, (*IMMUTABLE, Tensor, nn.Module)):
-                return x
             try:
-                return copy.deepcopy(x)                  # a cache object, say, that forward would fill
+                return copied_input(x)
             except Exception:
                 return x
-        return tree_map(copied, (self.args, self.kwargs))
+        return tree_map(copied, self.args), tree_map(copied, self.kwargs)
 
     def other_sizes(self) -> Iterator[tuple[str, Example]]:
         """The same example with one more entry along each size of its tensors, everywhere that size stands; then with one row alone.
@@ -63,10 +60,11 @@ class Example:
         """
         tensors = [x for x in tree_leaves((self.args, self.kwargs)) if _is_plain(x)]
         rows = next((x.shape[0] for x in tensors if x.dim()), 0)
-        sizes = dict.fromkeys(n for x in tensors for n in x.shape if n > 1)
+        offsets = {x.shape[0] for x in tensors if x.dim() == 1 and not x.is_floating_point()}          # positions into something else
+        sizes = [n for n in dict.fromkeys(n for x in tensors for n in x.shape if n > 1) if n not in offsets]
         if rows:
             yield "with one row more", self._resized(rows, lambda x, d: torch.cat([x, x.narrow(d, 0, 1)], d), first=True)
-        for size in list(sizes)[:MOST_SIZES]:
+        for size in sizes[:MOST_SIZES]:
             yield f"with {size + 1} in the place of {size}", self._resized(size, lambda x, d: torch.cat([x, x.narrow(d, 0, 1)], d))
         if rows > 1:
             yield "with one row", self._resized(rows, lambda x, d: x.narrow(d, 0, 1).clone(), first=True)
@@ -85,6 +83,16 @@ def _is_plain(x: Any) -> bool:
 
 
 MOST_SIZES = 6             # other sizes of one example that are tried
+
+
+def copied_input(x: Any) -> Any:
+    """A copy of one input that forward may change. Raises what ``copy.deepcopy`` does for an object that has none."""
+    if type(x) in (Tensor, nn.Parameter):
+        return x.detach().clone()
+    if isinstance(x, (*IMMUTABLE, Tensor, nn.Module)):
+        return x
+    results = {id(t): t.detach().clone() for t in tensors_in(x) if t.grad_fn is not None}          # which deepcopy does not take
+    return copy.deepcopy(x, results)                 # a cache object, say, that forward would fill
 
 
 def run(model: nn.Module, example: Example) -> Any:

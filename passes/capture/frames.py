@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["INTERNAL", "active", "at_work", "where"]
+__all__ = ["INTERNAL", "OWN", "active", "at_work", "where"]
 
-INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-            os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep, "<frozen ")
+_PACKAGE = sys.modules[__name__.partition(".")[0]].__file__ or __file__
+OWN = tuple(os.path.dirname(file) + os.sep for file in (_PACKAGE, os.path.dirname(os.path.realpath(__file__))))
+INTERNAL = (os.path.dirname(torch.__file__) + os.sep, *OWN, "<frozen ")
 
 
 class _Frames(threading.local):

@@ -12,6 +12,7 @@ sizes: one more along each dimension, and one row alone. If it does not, the nex
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,15 +40,16 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", rungs: tuple[
     Raises `InputError` if the model does not run on the example.
     """
     session = Session(root)
-    written, want, example, drew = reference_run(root, example, session.state)
+    told = reference_run(root, example, session.state)
+    want, example = told.want, told.example
     session.model_draws = example.draws
-    with kept_outside_draws(lambda: drew):
-        _note_state(session, written)
-        for _ in seed_extremes() if drew else ():              # most code that draws does so for training alone
-            rewind(root, written)
+    with kept_outside_draws(lambda: told.drew):
+        _note_state(session, told.written)
+        for _ in seed_extremes() if told.drew else ():              # most code that draws does so for training alone
+            rewind(root, told.written)
             session.ignores_draws = session.ignores_draws and compare(want, run(root, example)) is None
             session.state.restore()
-        others = list(_other_sizes(session, example))
+        others = list(itertools.islice(_other_sizes(session, example), 1 if told.fragile else None))
         _climb(session, example, want, others, ("export",) if mode == "export" else rungs)
         if mode != "export" and unreached:
             with listening(root):

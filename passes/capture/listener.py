@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .draws import outside_draws
-from .frames import INTERNAL
+from .frames import INTERNAL, OWN
 
 __all__ = ["Listener", "SETTINGS"]
 
@@ -61,6 +61,7 @@ class Listener:
         self.facts: set[str] = set()
         self.refusal: str | None = None
         self.drew = False                       # from Python's or numpy's generators
+        self.calling = ""                       # the function of C that was called last
         self._known: dict[types.CodeType, bool] = {}        # code -> is it torch's or ours?
         self._before: Any = None
 
@@ -83,11 +84,13 @@ class Listener:
             internal = self._known.get(code)
             if internal is None:
                 internal = self._known[code] = code.co_filename.startswith(INTERNAL)
-                if not internal and not (code.co_filename.startswith(STANDARD) and "site-packages" not in code.co_filename):
+                if not internal and not _is_standard(code):
                     self._read(code)
             if internal and (code in _SETTING_OF or code in _REFUSAL_OF):
                 self._heard(code, frame.f_back)
         elif event == "c_call":
+            if not frame.f_code.co_filename.startswith(OWN):
+                self.calling = getattr(argument, "__name__", "")
             if argument in _C_FUNCTIONS:
                 self._heard(argument, frame)
             elif outside_draws(argument):
@@ -112,7 +115,13 @@ class Listener:
             self.refusal = self.refusal or f"compares the type of a value in {code.co_name}"
 
 
-STANDARD = sysconfig.get_path("stdlib")            # whose code asks for types of its own accord
+def _is_standard(code: types.CodeType) -> bool:
+    """Is it of Python's own library, or a method that a dataclass was given? Such code asks for types of its own accord."""
+    file = code.co_filename
+    return (file.startswith(STANDARD) and "site-packages" not in file) or (file == "<string>" and code.co_name.startswith("__"))
+
+
+STANDARD = sysconfig.get_path("stdlib")
 _C_FUNCTIONS = {id, *(f for f in (*_SETTING_OF, *_REFUSAL_OF) if not isinstance(f, types.CodeType))}
 
 

@@ -230,6 +230,9 @@ _fill(TensorProxy)
 
 # ---- numbers ----
 
+ONE_BY_ONE = {"ones", "zeros", "empty", "rand", "randn", "new_ones", "new_zeros", "new_empty", "expand", "view", "reshape", "repeat", "tile",
+              "permute", "broadcast_to", "resize_"}          # functions that take a series of sizes
+
 class NumberProxy:
     """A traced number. ``from_values``: it was read out of a tensor, so that no branch may depend on it."""
 
@@ -239,9 +242,11 @@ class NumberProxy:
     static = False
     __class__ = property(lambda self: type(self.example))          # type: ignore[assignment]
 
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return TensorProxy.__torch_function__(func, types, args, kwargs)
+    @property
+    def __torch_function__(self) -> Any:
+        """What torch asks of an argument that is no tensor. (Where a function takes sizes one by one, as ``torch.ones(n, 3)`` does, its
+        parser would take the first for all of them: there it is told nothing, asks for an index, and the tracer sees the call after.)"""
+        return torch._C._disabled_torch_function_impl if self.tracer.listener.calling in ONE_BY_ONE else TensorProxy.__torch_function__
 
     def _known(self, kind: type[Any]) -> Any:
         """The number as Python is told it now, and a guard on that."""

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..carriers import Use, observed_use
-from ..constants import Alias, Constant, alias_of_view, find_constants, packed_constants, storage_of
+from ..constants import ABSENT, Alias, Constant, alias_of_view, find_constants, packed_constants, storage_of
 from ..program import Program, meta_of
 from ..run.classes import user_class
 from ..structure import Slot, find, map_values, rebuild, strip
@@ -282,6 +282,12 @@ class _PythonRun:
 
     def read(self, module: nn.Module, name: str, value: Tensor) -> Tensor:
         return value
+
+    def unpacked(self, module: nn.Module, name: str) -> Any:
+        """The same tensor at each read, so that its uses are seen."""
+        path = self.session.path_of(module)
+        full = f"{path}.{name}" if path else name
+        return self.session.tensor(full) if path is not None and full in self.session.packed else ABSENT
 
     def write(self, module: nn.Module, name: str, value: Any) -> None:
         """Its own affair."""

@@ -161,16 +161,20 @@ def _same_form(now: Any, then: Any, seen: set[tuple[int, int]]) -> bool:
         return True
 
 
+FRAGILE = ("grouped_mm", "embedding_bag", "lstm", "gru", "rnn_")          # operators that do not check what offsets and states say
+
+
 class _StateWatch(OwnDraws):
     """Finds the parameters and buffers that a forward writes to, before it writes, so that the original stays as it was."""
 
     def __init__(self, storages: dict[int, str]):
         super().__init__()
-        self.storages, self.compiled = storages, False
+        self.storages, self.compiled, self.fragile = storages, False, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.compiled = self.compiled or isinstance(func, torch._ops.HigherOrderOperator)
+        self.fragile = self.fragile or any(name in str(func) for name in FRAGILE)
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             for i, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
@@ -188,12 +192,21 @@ class _StateWritten(Exception):
         self.name = name
 
 
-def reference_run(root: nn.Module, example: Example, own: ModuleState) -> tuple[dict[str, Tensor], Any, Example, bool]:
-    """Runs the model: the state that it writes to (each such tensor is the copy's own from then on), its output, the example that knows
-    whether the model draws, and whether it draws from Python's or numpy's generators.
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What a run of the float model told: its output ``want``, the state ``written`` as it was before (each such tensor is the copy's own
+    from then on), the ``example`` that knows whether the model draws, whether it ``drew`` from Python's or numpy's generators, and
+    whether it is ``fragile``: its operators read past their inputs where sizes do not fit."""
 
-    Raises `InputError` if the model does not run.
-    """
+    want: Any
+    written: dict[str, Tensor]
+    example: Example
+    drew: bool = False
+    fragile: bool = False
+
+
+def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Reference:
+    """Runs the model, and leaves its state as it was. Raises `InputError` if it does not run."""
     written: dict[str, Tensor] = {}
     while True:
         args, kwargs = example.fresh()
@@ -203,7 +216,7 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> tuple[
                 want = root.forward(*args, **kwargs)
             if watch.compiled:                             # what torch.cond compiles inside a mode fails outside of it
                 torch._dynamo.reset()
-            return written, want, dataclasses.replace(example, draws=watch.drew), heard.drew
+            return Reference(want, written, dataclasses.replace(example, draws=watch.drew), heard.drew, watch.fragile)
         except _StateWritten as state:
             own.restore()
             written[state.name] = put_state(root, state.name, None)
@@ -213,10 +226,10 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> tuple[
             outcome = _run_past_modes(root, example, own)
             if outcome is None:
                 raise InputError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
-            return (*outcome, False)
+            return outcome
 
 
-def _run_past_modes(root: nn.Module, example: Example, own: ModuleState) -> tuple[dict[str, Tensor], Any, Example] | None:
+def _run_past_modes(root: nn.Module, example: Example, own: ModuleState) -> Reference | None:
     """For models with compiled functions inside, which refuse to run under a mode: on tensors of its own; None if they fail, too."""
     written: dict[str, Tensor] = {}
     kept = {name: put_state(root, name, None) for name in sorted(set(_storages(root, written).values()))}
@@ -235,7 +248,7 @@ def _run_past_modes(root: nn.Module, example: Example, own: ModuleState) -> tupl
         else:
             written[name] = before
     own.see_buffers()
-    return None if want is None else (written, want, example)
+    return None if want is None else Reference(want, written, example)
 
 
 def held_tensor(root: nn.Module, name: str) -> Tensor:

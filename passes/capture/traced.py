@@ -31,8 +31,10 @@ class Traced(Part):
         return call(*args, **kwargs) if tracer is None else tracer.call_module(self, args, kwargs, call)
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
         tracer = active()
+        codes = tracer is not None and name in self.__dict__.get("_inro_packed", ()) and self._parameters.get(name) is None
+        value = tracer.unpacked(self, name) if codes else ABSENT          # unpacked once for the trace, and not by it
+        value = super().__getattr__(name) if value is ABSENT else value
         return tracer.read(self, name, value) if tracer is not None and isinstance(value, Tensor) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -76,6 +78,9 @@ class _Quiet:
 
     def read(self, module: nn.Module, name: str, value: Tensor) -> Tensor:
         return value
+
+    def unpacked(self, module: nn.Module, name: str) -> Any:
+        return ABSENT
 
     def write(self, module: nn.Module, name: str, value: Any) -> None:
         """Its own affair."""

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
-from ..constants import Alias, storage_of
+from ..constants import ABSENT, Alias, storage_of
 from ..program import Meta, Value, guard, meta_of
 from .aliases import alias_after
 from .decompose import DECOMPOSITIONS
-from .frames import at_work, where
+from .frames import INTERNAL, at_work, where
 from .listener import Listener
 from .proxy import FACT_METHODS, NumberProxy, Shape, TensorProxy, TraceError, any_proxy, example_of, examples, is_proxy, proxies_in
 
@@ -76,9 +76,13 @@ def name_of(target: Any) -> str:
 def _own(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of the tracer in which functions of torch are its own, and not the traced code's."""
     @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(self: Tracer, *args: Any, **kwargs: Any) -> Any:
+        calling = self.listener.calling
         with torch._C.DisableTorchFunction():
-            return method(*args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self.listener.calling = calling
     return called
 
 
@@ -113,6 +117,7 @@ class Tracer:
     def __init__(self, session: Session, path: str):
         self.session, self.path, self.module = session, path, path
         self.graph = fx.Graph(tracer_cls=None)
+        self.listener = Listener()
         self.facts: set[str] = set()
         self.settings: dict[str, Any] = {}
         self.effect: str | None = None
@@ -131,7 +136,7 @@ class Tracer:
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls ``forward`` with placeholders among its arguments; gives back its result, full of proxies."""
-        with torch.enable_grad(), at_work(self), self.session.drawing(), Listener() as self.listener, _Interceptor(self):
+        with torch.enable_grad(), at_work(self), self.session.drawing(), self.listener, _Interceptor(self):
             result = forward(*args, **kwargs)
         self._heed()
         self.facts |= self.listener.facts
@@ -205,7 +210,8 @@ class Tracer:
             result = call(*args, **kwargs)
             self._heed()
             self.facts |= self.listener.facts
-            self.session.saw_call(self, path, args, kwargs, result, last)
+            with torch._C.DisableTorchFunction():
+                self.session.saw_call(self, path, args, kwargs, result, last)
             return result
         except Untraceable:
             raise
@@ -228,6 +234,13 @@ class Tracer:
         if self.resting or path is None or not self.inside(full) or not self.session.has(full):
             return value
         return self._get_attr(full, value)
+
+    @_own
+    def unpacked(self, module: nn.Module, name: str) -> Any:
+        """A weight that the module holds as codes, unpacked once for this capture."""
+        path = self.session.path_of(module)
+        full = f"{path}.{name}" if path else name
+        return self.session.tensor(full) if path is not None and full in self.session.packed else ABSENT
 
     def write(self, module: nn.Module, name: str, value: Any) -> None:
         """Refuses what the traced code writes to a module."""
@@ -491,9 +504,10 @@ class Tracer:
     def set_grad(self, enabled: bool) -> None:
         """``torch.no_grad()`` and its like in the traced code: operators that gradients flow through tell whether it mattered."""
         frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_code.co_name not in ("__exit__", "__enter__", "__init__"):
+        leaving = False
+        while frame is not None and frame.f_code.co_filename.startswith(INTERNAL):
+            leaving = leaving or frame.f_code.co_name == "__exit__"
             frame = frame.f_back
-        leaving = frame is not None and frame.f_code.co_name == "__exit__"
         if enabled and not leaving:
             self.facts.add("grad_on")
         with self.rest(), torch._C.DisableTorchFunction():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ..program import Context, Pass, Program
 
@@ -79,17 +80,20 @@ def capture_again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     Raises what capturing raises.
     """
     from ..capture.clone import clone
-    from ..capture.example import Example
+    from ..capture.example import Example, copied_input
     from ..capture.ladder import capture
     from ..pipeline import run_passes
     from ..solve.plan import held_weights
     from .forward import detach_programs
     with torch.no_grad(), torch.inference_mode(False):
+        args, kwargs = tree_map(copied_input, (args, kwargs))          # what has no copy would be changed by our runs
         root = clone(module)
         for child in root.modules():
             detach_programs(child)
         rungs = ("graph", "regions", "layers") if whole else ("graph", "regions")
         session, _, _ = capture(root, Example(args, kwargs), rungs=rungs, unreached=whole)
+        for rung, outcome in session.steps:
+            log.info("capture as %s: %s", rung, outcome)
         weights = held_weights(session)
         context = Context(root, weights)
         found = {path: run_passes(program, context, more) for path, program in {**session.layers, **session.captures}.items()}

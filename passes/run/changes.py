@@ -6,13 +6,13 @@ import dataclasses
 import inspect
 import types
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..constants import ABSENT
+from ..program import Program
 from .classes import TORCHS, user_class
 
 __all__ = ["Watch", "global_hooks", "mentioned", "watch"]
@@ -90,10 +90,13 @@ class Watch:
         return None
 
 
-def watch(root: nn.Module, fixed: Mapping[str, tuple[int, ...]]) -> Watch:
-    """Notes how a module and those below it are now; ``fixed`` are shapes by the path of a tensor."""
+def watch(root: nn.Module, program: Program) -> Watch:
+    """Notes how a module and those below it are now; those that the program's graph calls look after themselves."""
+    called = tuple(str(n.target) + "." for n in program.graph.nodes if n.op == "call_module")
     inside, containers = [], {}
     for path, child in root.named_modules():
+        if called and f"{path}.".startswith(called):
+            continue
         parent, _, name = path.rpartition(".")
         siblings = root.get_submodule(parent)._modules if path else None
         own = child._modules, child._parameters, child._buffers
@@ -104,7 +107,7 @@ def watch(root: nn.Module, fixed: Mapping[str, tuple[int, ...]]) -> Watch:
             if name not in TORCHS and not name.startswith("_inro") and (container := _container(value)) is not None:
                 containers[id(container)] = container, container.copy()
     held = []
-    for name, shape in fixed.items():
+    for name, shape in program.fixed.items():
         path, _, leaf = name.rpartition(".")
         owner = root.get_submodule(path)
         held += [(kind, leaf, shape) for kind in (owner._parameters, owner._buffers) if kind.get(leaf) is not None]

@@ -113,7 +113,7 @@ class GraphForward(Part):
                           for leaf in leaves) for leaves in program.call.leaves)
             runner.verdicts.clear()
             if changed is None:
-                runner.watch = watch(self, program.fixed)
+                runner.watch = watch(self, program)
         return result
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -152,7 +152,7 @@ class GraphForward(Part):
 
 
 def _install(module: Any, program: Program) -> Runner:
-    runner = Runner(program, compiled(module, program.graph), watch(module, program.fixed))
+    runner = Runner(program, compiled(module, program.graph), watch(module, program))
     program.graph.owning_module = module
     module._inro_runners.append(runner)
     return runner
@@ -181,7 +181,7 @@ def rewatch(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, GraphForward):
             for runner in module._inro_runners:
-                runner.watch = watch(module, runner.program.fixed)
+                runner.watch = watch(module, runner.program)
 
 
 def _mapped_device(device: torch.device, fn: Callable[[Tensor], Tensor]) -> torch.device:
