@@ -187,12 +187,6 @@ def _listed(found: Sequence[str]) -> str:
 def _check_architecture(root: nn.Module, manifest: Manifest, file: str) -> None:
     """Refuses a model whose weights have other names or shapes than the file's."""
     entries = manifest.tensors.values()
-    paths = {path for path, _ in root.named_modules(remove_duplicate=False)}
-    for weight in manifest.weights:
-        for path in (weight["module"], weight["holder"]):
-            if path not in paths:
-                raise FileError(f"{file} holds a {shown(manifest.model)} that does not fit this {type(root).__name__}: the model lacks "
-                                f"the module {shown(path)}")
     wanted = {n: e["shape"] for e in entries if e["kind"] in ("parameter", "frozen", "buffer") for n in e["names"]}
     for weight in manifest.weights:
         for buffer in weight["stored"]:
@@ -207,6 +201,12 @@ def _check_architecture(root: nn.Module, manifest: Manifest, file: str) -> None:
               if n in here and here[n] != shape]
     if found:
         raise FileError(f"{file} holds a {shown(manifest.model)} that does not fit this {type(root).__name__}: {_listed(found)}")
+    paths = {path for path, _ in root.named_modules(remove_duplicate=False)}
+    for weight in manifest.weights:
+        for path in (weight["module"], weight["holder"]):
+            if path not in paths:
+                raise FileError(f"{file} holds a {shown(manifest.model)} that does not fit this {type(root).__name__}: the model lacks "
+                                f"the module {shown(path)}")
 
 
 def _packed(root: nn.Module, weight: Mapping[str, Any], manifest: Manifest, tensors: Mapping[str, Tensor], schemes: Sequence[Scheme],

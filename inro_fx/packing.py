@@ -14,6 +14,7 @@ from .numerics import entropy, weight_error
 from .observers import Observer
 from .passes.capture.session import Session
 from .passes.rules.observe import activation_of
+from .passes.scheme import activation_of_scheme
 from .passes.solve.plan import Plan, Weight, checked_parts, with_scheme
 from .schemes.int8_rowwise_full import int8_rowwise_full
 
@@ -121,7 +122,7 @@ def settle_inputs(session: Session, chosen: Plan, observers: Mapping[str, Observ
     nodes = nodes_of(session)
     for name, weight in chosen.weights.items():
         scheme: Any = weight.scheme
-        if scheme.activation != "static":
+        if activation_of_scheme(scheme) != "static":
             continue
         unreached = {session.kind_of(t.capture) for t in weight.targets} <= {"unreached"}
         if name in observers and takes_inputs(nodes, weight) and not unreached:

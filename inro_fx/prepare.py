@@ -21,6 +21,7 @@ from .passes.rules.observe import observe
 from .passes.run.classes import user_class
 from .passes.run.forward import GraphForward, attach_program, detach_programs, rewatch
 from .passes.run.weights import FakeQuantizedWeights, attach_fake, detach_fakes
+from .passes.scheme import activation_of_scheme
 from .passes.solve.plan import Plan, find_targets, plan
 from .passes.verify import verify
 from .progress import progress_bar
@@ -54,7 +55,7 @@ def prepare_calibration(model: nn.Module, example: Example, options: Options, sh
     session, chosen, example = _planned(model, example, options)
     root = session.root
     nodes = nodes_of(session)
-    watched = {name: w for name, w in chosen.weights.items() if w.scheme.activation == "static" and takes_inputs(nodes, w)}
+    watched = {name: w for name, w in chosen.weights.items() if activation_of_scheme(w.scheme) == "static" and takes_inputs(nodes, w)}
     paths = {}
     for name, weight in watched.items():
         owner, leaf = owner_of(root, name)
@@ -96,10 +97,10 @@ def prepare_training(model: nn.Module, example: Example, options: Options, learn
         for each in weight.constant.names:
             attach_fake(*owner_of(root, each), fake)
         plain = user_class(owner).forward is nn.Linear.forward and len(weight.constant.names) == 1
-        if plain and weight.scheme.activation != "float":
+        if plain and activation_of_scheme(weight.scheme) != "float":
             owner.add_module(free := _free_name(owner, "input_fake_quantize"), FakeQuantizedInput(weight.scheme))
             owner.register_forward_pre_hook(InputHook(free), with_kwargs=True)
-            if weight.scheme.activation == "static":
+            if activation_of_scheme(weight.scheme) == "static":
                 record.observers[name] = f"{weight.constant.module}.{free}.observer".lstrip(".")
     root.__dict__["_inro_prepared"] = record
     return root.train(model.training) or root

@@ -35,7 +35,7 @@ from .passes.run.again import Again
 from .passes.run.finish import finish
 from .passes.run.forward import GraphForward, attach_program, detach_programs, rewatch
 from .passes.run.weights import Packed, attach_packed
-from .passes.scheme import Scheme
+from .passes.scheme import Scheme, activation_of_scheme
 from .passes.solve.plan import Overrides, Plan, Weight, find_targets, plan
 from .progress import progress_bar
 from .report import make_record, stored_bytes
@@ -62,7 +62,7 @@ class Options:
     @property
     def calibrates(self) -> bool:
         """Does any scheme need calibration data?"""
-        return any(s is not None and s.activation == "static" for s in (self.default, *(s for _, s in self.overrides.entries)))
+        return any(s is not None and activation_of_scheme(s) == "static" for s in (self.default, *(s for _, s in self.overrides.entries)))
 
 
 def options_of(model: nn.Module, scheme: Any, overrides: Any, capture: str = "auto", inplace: bool = False, fold_batchnorm: bool = False,

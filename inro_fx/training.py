@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .errors import SchemeError
 from .numerics.affine import expand
 from .observers import MovingAverageObserver
-from .passes.scheme import Layout, Scheme
+from .passes.scheme import Layout, Scheme, activation_of_scheme
 
 __all__ = ["FakeQuantizedInput", "FakeQuantizedWeight", "InputHook", "round_input"]
 
@@ -88,7 +88,7 @@ class FakeQuantizedInput(nn.Module):
     def __init__(self, scheme: Any):
         super().__init__()
         self.scheme = scheme
-        self.observer = scheme.new_observer() if scheme.activation == "static" else None
+        self.observer = scheme.new_observer() if activation_of_scheme(scheme) == "static" else None
         if isinstance(self.observer, MovingAverageObserver):
             self.observer.averaging = 0.05
         self._searched: Any = None              # what the observer had seen when its range was last searched for

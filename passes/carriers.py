@@ -130,13 +130,15 @@ _BY_NAME = {name: carrier for carrier in CARRIERS for name in carrier.names}
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One weight of one call: the operator, its argument, the constant behind it and the constant's axes summed over."""
+    """One weight of one call: the operator, its argument, the constant behind it, the constant's axes summed over, and where in the
+    constant's memory the argument begins."""
 
     op: str
     operand: str
     constant: str
     reduced: Axes
     groups: int = 1
+    offset: int = 0
 
 
 def name_of_target(target: Any) -> str:
@@ -173,4 +175,4 @@ def observed_use(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
             reduced = {a for axis in axes(len(alias.axes), call) for a in alias.axes[axis]}
             groups = call.get("groups", 1) if carrier.op.startswith("conv_transpose") else 1
             yield Use(carrier.op, f"{operand}.{index}" if carrier.listed else operand, alias.constant,
-                      tuple(sorted(reduced)), groups if isinstance(groups, int) else 1)
+                      tuple(sorted(reduced)), groups if isinstance(groups, int) else 1, alias.offset)

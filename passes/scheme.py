@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-__all__ = ["Identity", "Layout", "Scheme"]
+__all__ = ["Identity", "Layout", "Scheme", "activation_of_scheme"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,16 +73,15 @@ class Layout:
 class Scheme(Protocol):
     """A number format for weights. Any object with these members is one; nothing needs to be registered.
 
+    ``activation``, if it has one, says what its operators do to their inputs: "float" nothing, "dynamic" quantize them by what they
+    are, "static" with a range that calibration gave.
+
     Laws: every part has as many rows as the matrix, or one row that serves all; ``unpack(pack(w))`` has w's shape; its
     error is at most ``bound(w)`` in every element; packing it again gives the same parts.
     """
 
     name: str
     parts: tuple[str, ...]
-
-    @property
-    def activation(self) -> Literal["float", "dynamic", "static"]:
-        """What its operators do to their inputs: nothing, quantize them by what they are, or with a range that calibration gave."""
 
     def pack(self, matrix: Tensor) -> dict[str, Tensor]:
         """[out, in] floats -> the named parts that are stored, such as codes and scale."""
@@ -97,12 +96,16 @@ class Scheme(Protocol):
         """What computes ``op`` ("linear", "embedding") from the parts: (function, trailing arguments), or why nothing does."""
 
 
+def activation_of_scheme(scheme: Scheme) -> str:
+    """"float", "dynamic" or "static"."""
+    return getattr(scheme, "activation", "float")
+
+
 class Identity:
     """The scheme that changes nothing: what it rewrites must be bitwise equal to the float model (a law of every pass)."""
 
     name = "identity"
     parts = ("codes",)
-    activation: Literal["float", "dynamic", "static"] = "float"
 
     def pack(self, matrix: Tensor) -> dict[str, Tensor]:
         return {"codes": matrix}

@@ -22,7 +22,6 @@ from test_capture import net
 from torch import nn
 
 import inro_fx
-from inro_fx.passes.stored import Codec, NotStored, functions
 
 files = sys.modules["inro_fx.save"]                                # the module: inro_fx.save is the function
 
@@ -45,11 +44,11 @@ def test_the_same_model_from_a_skeleton_a_model_or_a_function(name, scheme, tmp_
         assert torch.equal(first(again(*args, **kwargs)), first(small(*args, **kwargs)))
         assert str(inro_fx.report(again)) == str(inro_fx.report(small))
         assert again.state_dict().keys() == small.state_dict().keys()
-        assert type(again).__mro__ == type(small).__mro__
+        assert type(again).__mro__[1:] == type(small).__mro__[1:]              # the first is each one's own
         assert inro_fx.to_networkx(again).nodes(data=True) == inro_fx.to_networkx(small).nodes(data=True)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     for module in (again, small):
-        if "_inro_code" in vars(module):
+        if hasattr(module, "_inro_runners"):
             assert module.code.replace(" ", "") == small.code.replace(" ", "")
 
 
@@ -86,16 +85,6 @@ class Pair(typing.NamedTuple):
     right: torch.Tensor
 
 
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 3
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3
-
-
 class Everything(nn.Module):
     """Arguments, outputs, state and names of every kind."""
 
@@ -110,7 +99,7 @@ class Everything(nn.Module):
 
     def forward(self, x, kind=Kind.SUM, *, pairs=(), mask=None, act=torch.relu):
         y = act(self.fc(x)) + self.position + self.plain + self.frozen * self.single
-        y = Scaled.apply(y)[..., None, :].squeeze(-2) + self.spectrum.real.sum().float() * self.count
+        y = (y * 3)[..., None, :].squeeze(-2) + self.spectrum.real.sum().float() * self.count
         for child in self.rest.values():
             y = child(y)
         y = y.sum(-1) if kind is Kind.SUM else y.to(torch.float64).mean(-1)
@@ -134,24 +123,6 @@ def test_arguments_outputs_state_and_names_of_every_kind(tmp_path):
     assert again._inro_strict
     with pytest.raises(inro_fx.GraphNotTaken):
         again(torch.randn(2, 8))
-
-
-def test_a_graph_that_a_file_cannot_hold_is_reported_and_the_model_is_right(tmp_path):
-    def local(x):
-        class Triple(torch.autograd.Function):                    # has no name to find it by
-            @staticmethod
-            def forward(ctx, x):
-                return x * 3
-        return Triple.apply(x)
-    model = net(lambda self, x: local(self.fc(x)), fc=nn.Linear(8, 8))
-    x = torch.randn(2, 8)
-    small = inro_fx.quantize_graph(model, x)
-    again = inro_fx.load(inro_fx.save(small, tmp_path / "m.safetensors"), on_meta(model))
-    assert torch.equal(again(x), small(x))
-    assert inro_fx.report(small).nodes
-    assert not inro_fx.report(again).nodes
-    assert ("", "its graph is not in the file: the class Triple cannot be found by name") in inro_fx.report(again).regions
-    assert "the model itself (its graph is not in the file" in str(inro_fx.report(again)).replace("\n              ", " ")
 
 
 class Halves:
@@ -312,8 +283,8 @@ def test_foreign_newer_and_rewritten_files(saved, tmp_path):
     save_file(tensors, tmp_path / "foreign.safetensors", {"format": "pt"})
     with pytest.raises(inro_fx.FileError, match=r"was not written by inro_fx.save"):
         inro_fx.load(tmp_path / "foreign.safetensors", model)
-    newer = rewritten(file, tmp_path / "newer.safetensors", lambda m: m.update(format_version=2))
-    with pytest.raises(inro_fx.FileError, match=r"has format 2 .*install a newer inro_fx"):
+    newer = rewritten(file, tmp_path / "newer.safetensors", lambda m: m.update(format_version=3))
+    with pytest.raises(inro_fx.FileError, match=r"has format 3.*install a newer inro_fx"):
         inro_fx.load(newer, model)
     (tmp_path / "pickle.safetensors").write_bytes(b"\x80\x04nonsense" * 10)
     (tmp_path / "empty.safetensors").write_bytes(b"")
@@ -341,151 +312,12 @@ def test_every_flipped_bit_and_every_cut_is_noticed(saved, tmp_path_factory, dat
         assert torch.equal(inro_fx.load(broken, model)(x), small(x))       # a bit that says nothing, such as a space
 
 
-JUNK = st.one_of(st.none(), st.integers(-2, 2**70), st.text(max_size=6), st.just([]), st.just({}), st.booleans(), st.floats())
-
-
-def spoil(value, data):
-    """Replaces, removes or doubles something inside a JSON value."""
-    while isinstance(value, (list, dict)) and value:
-        keys = list(value) if isinstance(value, dict) else range(len(value))
-        key = data.draw(st.sampled_from(list(keys)))
-        if not isinstance(value[key], (list, dict)) or not value[key] or data.draw(st.integers(0, 3)) == 0:
-            what = data.draw(st.integers(0, 2))
-            if what == 0:
-                value[key] = data.draw(JUNK)
-            elif what == 1:
-                del value[key]
-            elif isinstance(value, list):
-                value.append(value[key])
-            else:
-                value[data.draw(st.text(max_size=4))] = value[key]
-            return
-        value = value[key]
-
-
-@settings(max_examples=250, **FUZZ)
-@given(data=st.data())
-def test_a_manifest_that_makes_no_sense_is_refused_or_harmless(saved, tmp_path_factory, data):
-    file, model, _, x = saved
-
-    def change(manifest):
-        if data.draw(st.booleans()):
-            inner = json.loads(files._unpacked_text(manifest["graphs"]))
-            spoil(inner, data)
-            manifest["graphs"] = files._packed_text(inner)
-        else:
-            spoil(manifest, data)
-    broken = rewritten(file, tmp_path_factory.getbasetemp() / "spoilt.safetensors", change)
-    try:
-        again = inro_fx.load(broken, model)
-    except (inro_fx.FileError, inro_fx.SchemeError):
-        return
-    try:
-        again(x)
-        str(inro_fx.report(again))
-    except (RuntimeError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
-        pass                                                      # a graph that computes something else is still only a graph
-
-
-@pytest.mark.parametrize("hostile", [
-    ["call_function", "a", "os.system", {"tuple": ["true"]}, {"dict": []}, {}],
-    ["call_function", "a", "builtins.eval", {"tuple": ["1"]}, {"dict": []}, {}],
-    ["call_function", "a", "torch.load", {"tuple": ["x"]}, {"dict": []}, {}],
-    ["call_function", "a", "torch.from_file", {"tuple": ["x"]}, {"dict": []}, {}],
-    ["call_function", "a", "torch.ops.aten.from_file.default", {"tuple": ["x"]}, {"dict": []}, {}],
-    ["call_function", "a", "aten.from_file.default", {"tuple": ["x"]}, {"dict": []}, {}],
-    ["call_function", "a", "operator.methodcaller", {"tuple": ["x"]}, {"dict": []}, {}],
-    ["call_function", "a", "apply:subprocess:Popen", {"tuple": ["x"]}, {"dict": []}, {}],
-    ["call_function", "a", "builtins.getattr", {"tuple": [{"node": "input_1"}, "__class__"]}, {"dict": []}, {}],
-    ["call_method", "a", "__reduce_ex__", {"tuple": [{"node": "input_1"}, 2]}, {"dict": []}, {}],
-    ["call_method", "a", "tofile", {"tuple": [{"node": "input_1"}, "x"]}, {"dict": []}, {}],
-    ["get_attr", "a", "0.weight\");__import__('os').system('true');(\"", {"tuple": []}, {"dict": []}, {}],
-    ["placeholder", "a", "x=__import__('os')", {"tuple": []}, {"dict": []}, {}],
-    ["call_function", "a", "torch.relu", {"tuple": [{"node": "input_1"}]}, {"dict": [["x=1) or __import__('os'", 1]]}, {}],
-    ["call_function", "a", "torch.relu", {"tuple": [{"object": ["subprocess:Popen", {}]}]}, {"dict": []}, {}],
-    ["call_function", "a", "torch.relu", {"tuple": [{"object": ["tempfile:_TemporaryFileCloser", {}]}]}, {"dict": []}, {}],
-    ["call_function", "a", "torch.relu", {"tuple": [{"enum": ["re:RegexFlag", "A"]}]}, {"dict": []}, {}],
-    ["call_function", "a", "torch.relu", {"tuple": [{"object": ["torch.fx.graph:enum.Enum", {"_name_": "x, print('hi')"}]}]}, {"dict": []}, {}],
-    ["call_function", "a", "torch.relu", {"tuple": [{"object": ["torch.serialization:tempfile._TemporaryFileCloser", {"name": "x", "delete": True}]}]}, {"dict": []}, {}],
-    ["call_function", "a", "torch.relu", {"tuple": [{"class": "torch:Tensor"}]}, {"dict": []}, {}],
-    ["call_method", "a", "numpy", {"tuple": [{"node": "input_1"}]}, {"dict": []}, {}],
-    ["call_method", "a", "apply_", {"tuple": [{"node": "input_1"}, {"node": "input_1"}]}, {"dict": []}, {}],
-    ["call_function", "a", "builtins.max", {"tuple": [["x"]]}, {"dict": [["key", {"node": "input_1"}]]}, {}],
-    ["call_function", "a", "torch.nn.functional.triplet_margin_with_distance_loss", {"tuple": []}, {"dict": []}, {}],
-    ["call_function", "a", "aten._reshape_alias.default", {"tuple": [{"node": "input_1"}, [64], [1]]}, {"dict": []}, {}],
-    ["call_function", "a", "inductor._reinterpret_tensor.default", {"tuple": [{"node": "input_1"}, [64], [1]]}, {"dict": []}, {}],
-    ["call_function", "a", "apply:torch.utils.checkpoint:CheckpointFunction", {"tuple": [{"node": "input_1"}]}, {"dict": []}, {}],
-    ["call_function", "a", "torch.relu", {"tuple": [{"node": "input_1"}, {"set": [False, []]}]}, {"dict": []}, {}],
-    ["call_function", "a", "torch.relu", {"tuple": [{"node": "input_1"}, {"class": "torch:Tensor"}]}, {"dict": []}, {}],
-], ids=range(29))
-def test_a_hostile_graph_is_not_taken(hostile, saved, tmp_path):
-    _, _, small, x = saved
-    again = with_node(saved, hostile, tmp_path)
-    if again is not None:
-        assert torch.equal(again(x), small(x))                    # the graph was left out, and the report says so
-        assert "its graph is not in the file" in str(inro_fx.report(again))
-
-
-@pytest.mark.parametrize("harmless", [
-    ["call_function", "a", "torch.relu", {"tuple": [{"node": "input_1"}]}, {"dict": []}, {}],
-    ["call_function", "a", "builtins.max", {"tuple": [[1, 2]]}, {"dict": []}, {}],
-    ["call_function", "a", "aten.relu.default", {"tuple": [{"node": "input_1"}]}, {"dict": []}, {}],
-    ["call_method", "a", "relu", {"tuple": [{"node": "input_1"}]}, {"dict": []}, {}],
-], ids=range(4))
-def test_a_harmless_graph_is_taken(harmless, saved, tmp_path):
-    assert inro_fx.report(with_node(saved, harmless, tmp_path)).nodes
-
-
-def with_node(saved, row, folder):
-    """The model of a file with one more node, after the input; None if the file is refused as a whole."""
-    file, model, _, _ = saved
-
-    def change(manifest):
-        inner = json.loads(files._unpacked_text(manifest["graphs"]))
-        graph = inner["graphs"][""]["capture"]["graph"]
-        graph.insert(1, json.loads(json.dumps(row).replace("input_1", graph[0][1])))
-        graph[1][5] = {"module": ""}
-        manifest["graphs"] = files._packed_text(inner)
-    try:
-        return inro_fx.load(rewritten(file, folder / "changed.safetensors", change), model)
-    except inro_fx.FileError:
-        return None
-
-
-def test_no_function_of_a_file_opens_files_or_runs_code():
-    names = set(functions())
-    assert {"torch.relu", "torch.nn.functional.linear", "operator.add", "math.sqrt", "torch.arange", "torch._C._nn.gelu"} <= names
-    assert not [n for n in names if n.rpartition(".")[2] in ("load", "save", "from_file", "eval", "exec", "compile", "open", "import_module",
-                                                              "set_default_device", "manual_seed", "__import__", "methodcaller", "call", "setattr")]
-
-
-def test_classes_are_looked_up_and_never_imported():
-    codec = Codec([nn.Linear(2, 2)])
-    for name in ("this:Zen", "torch.fx.graph:enum.Enum", "torch.serialization:tempfile._TemporaryFileCloser", "torch:nn.Linear", "subprocess:Popen", "torch:nowhere", "torch:nn.Linear.forward", "builtins:eval"):
-        with pytest.raises(NotStored, match="is not among the model's"):
-            codec.find_class(name)
-
-
-def test_a_structure_of_arguments_imports_nothing(saved, tmp_path):
-    file, model, small, x = saved
-    for spec in ('[1, {"type": "collections.defaultdict", "context": "{\\"default_factory_module\\": \\"this\\"}", "children_spec": []}]',
-                 ["this:Zen", None, []], ["collections:defaultdict", [{"class": "this:Zen"}], [[]]]):
-        def change(manifest, spec=spec):
-            inner = json.loads(files._unpacked_text(manifest["graphs"]))
-            inner["graphs"][""]["capture"]["specs"] = [spec]
-            manifest["graphs"] = files._packed_text(inner)
-        with contextlib.suppress(inro_fx.FileError):
-            again = inro_fx.load(rewritten(file, tmp_path / "spec.safetensors", change), model)
-            assert torch.equal(again(x), small(x))
-    assert "this" not in sys.modules
-
-
 def test_a_file_adds_no_buffers_of_its_own(saved, tmp_path):
     file, model, _, _ = saved
     metadata, tensors = metadata_of(file)
     for name in ("extra", "0.forward", '0.x"); print("', "_constant_0x"):
         manifest = json.loads(metadata["inro_fx"].partition(" ")[2])
-        manifest["tensors"][name] = ["non_persistent", [name], "float32", [2], zlib.crc32(torch.zeros(2).numpy())]
+        manifest["tensors"][name] = dict(kind="non_persistent", names=[name], dtype="float32", shape=[2], crc32=zlib.crc32(torch.zeros(2).numpy()))
         text = json.dumps(manifest)
         save_file({**tensors, name: torch.zeros(2)}, tmp_path / "more.safetensors", {"inro_fx": f"{zlib.crc32(text.encode()):08x} {text}"})
         with pytest.raises(inro_fx.FileError):
@@ -501,14 +333,7 @@ def test_a_file_is_written_whole_or_not_at_all(saved, tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError("disk full")
     monkeypatch.setattr(files, "save_file", failing)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(inro_fx.FileError, match="disk full"):
         inro_fx.save(small, file)
     assert file.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
-
-
-def test_a_compressed_bomb_is_refused(saved, tmp_path, monkeypatch):
-    file, model, _, _ = saved
-    monkeypatch.setattr(files, "MOST_TEXT", 1000)
-    with pytest.raises(inro_fx.FileError, match="the compressed part does not end"):
-        inro_fx.load(file, model)

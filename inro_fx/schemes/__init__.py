@@ -55,7 +55,7 @@ def find_scheme(scheme: str | Scheme, known: Sequence[Scheme] = SCHEMES) -> Sche
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise SchemeError(f"unknown scheme {scheme!r}: {hint}the schemes are {', '.join(names)}, "
                           f"and inro_fx.uniform(quant_max) for any other number of steps")
-    missing = [m for m in ("name", "parts", "activation", "pack", "unpack", "bound", "operator") if not hasattr(scheme, m)]
+    missing = [m for m in ("name", "parts", "pack", "unpack", "bound", "operator") if not hasattr(scheme, m)]
     if missing:
         raise SchemeError(f"{type(scheme).__name__} is no scheme: it lacks {', '.join(missing)} (see docs/add-a-scheme.md)")
     return scheme

@@ -100,6 +100,9 @@ class Call:
             raise TypeError(values)
         return call, values
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Call:
+        return dataclasses.replace(self)                   # its parts are never changed, and torch's specs do not like to be copied
+
     @property
     def inputs(self) -> tuple[TensorLeaf | NumberLeaf, ...]:
         """The inputs of the graph, in order."""

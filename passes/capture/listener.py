@@ -97,7 +97,7 @@ class Listener:
                 self.drew = True
 
     def _heard(self, function: Any, caller: types.FrameType | None) -> None:
-        if caller is None or caller.f_code.co_filename.startswith(INTERNAL):
+        if caller is None or caller.f_code.co_filename.startswith(INTERNAL) or _is_standard(caller.f_code):
             return
         if function is id:
             self.facts.add("identity")

@@ -131,8 +131,15 @@ class TensorProxy(Tensor):
 
     __int__ = __float__ = __index__ = __complex__ = _value
 
+    def _fact(self, name: str, question: str) -> Any:
+        """What the example answers; a method is called."""
+        self.tracer.ask(self, question)
+        with torch._C.DisableTorchFunction():
+            value = getattr(self.example, name)
+            return value() if callable(value) and name not in FACTS else value
+
     def __len__(self) -> int:
-        if not self.example.dim():
+        if not self._fact("dim", "rank"):
             raise TypeError("len() of a 0-d tensor")
         n = self.size(0)
         return n if type(n) is int else n.__index__()
@@ -159,17 +166,15 @@ class TensorProxy(Tensor):
 
     def type(self, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs:
-            self.tracer.ask(self, "dtype")
             self.tracer.ask(self, "device")
-            return self.example.type()
+            return self._fact("type", "dtype")
         return self.tracer.create("call_method", "type", self, *args, **kwargs)
 
 
 def _attribute(name: str) -> property:
     def read(self: TensorProxy) -> Any:
         if name in FACTS:
-            self.tracer.ask(self, FACTS[name])
-            return getattr(self.example, name)
+            return self._fact(name, FACTS[name])
         return self.tracer.create("call_function", getattr, self, name)
 
     def write(self: TensorProxy, value: Any) -> None:
@@ -182,8 +187,7 @@ def _method(name: str) -> Callable[..., Any]:
         if name in REFUSED:
             raise TraceError(f"calls .{name}() of a tensor at {where()}")
         if name in FACT_METHODS:
-            self.tracer.ask(self, FACT_METHODS[name])
-            return getattr(self.example, name)()
+            return self._fact(name, FACT_METHODS[name])
         return self.tracer.create("call_method", name, self, *args, **kwargs)
     method.__name__ = name
     return method

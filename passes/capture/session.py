@@ -26,7 +26,7 @@ from .state import ModuleState
 from .traced import own_call
 from .tracer import Tracer, Untraceable
 
-__all__ = ["Session", "brief", "drop_unused"]
+__all__ = ["Session", "brief", "drop_unused", "has_foreign_hooks"]
 
 
 class Session:
@@ -46,7 +46,7 @@ class Session:
         self.draws = OwnDraws()
         self.model_draws = False                        # from torch's generators
         self.ignores_draws = True                       # does the output stay the same whatever Python and numpy draw?
-        self.hooked = {path for path, m in root.named_modules() if _has_foreign_hooks(m)}
+        self.hooked = {path for path, m in root.named_modules() if has_foreign_hooks(m)}
         self.made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()    # by code that is no node
         self.index()
 
@@ -87,7 +87,10 @@ class Session:
             first = self.constants[name].name if name in self.constants else name
             if held is None and first != name:
                 held = self.tensor(first)
-            self._tensors[name] = module._inro_packed[leaf].unpack(module).detach() if held is None else held
+            if held is None:
+                with at_work(None), torch._C.DisableTorchFunction():
+                    held = module._inro_packed[leaf].unpack(module).detach()
+            self._tensors[name] = held
         return self._tensors[name]
 
     def kind_of(self, path: str) -> str:
@@ -293,7 +296,7 @@ class _PythonRun:
         """Its own affair."""
 
 
-def _has_foreign_hooks(module: nn.Module) -> bool:
+def has_foreign_hooks(module: nn.Module) -> bool:
     """Hooks that somebody put on the module; those that its own library has set are part of its forward, and are traced."""
     library = user_class(module).__module__.partition(".")[0]
     if module._backward_hooks or module._backward_pre_hooks:
@@ -355,6 +358,7 @@ def _finish(tracer: Tracer, call: Call, kind: str, result: Any) -> Program:
         nodes = [tracer.create_arg(r) for r in results]
     tracer.graph.output(nodes[0] if isinstance(template, Slot) else tuple(nodes))
     drop_unused(tracer.graph)
+    tracer.abandon(all_of_it=False)
     call.facts = frozenset(tracer.facts)
     return Program(tracer.path, kind, tracer.graph, call, template, effect=tracer.effect, settings=tracer.settings,
                    fixed=dict(tracer.fixed))

@@ -159,10 +159,13 @@ class Tracer:
         self._read.clear()
         self._adopted.clear()
 
-    def abandon(self) -> None:
-        """Takes back what this trace has added to the module."""
+    def abandon(self, all_of_it: bool = True) -> None:
+        """Takes back what this trace has added to the module, or what of it the graph does not read in the end."""
+        module = self.session.root.get_submodule(self.path)
         for _, proxy in self._adopted.values():
-            self.session.root.get_submodule(self.path)._buffers.pop(str(proxy.node.target), None)
+            if all_of_it or proxy.node._erased:
+                module._buffers.pop(str(proxy.node.target), None)
+                module._non_persistent_buffers_set.discard(str(proxy.node.target))
         self.session.state.see_buffers()
 
     @contextlib.contextmanager

@@ -6,6 +6,7 @@ that the call which gave rise to it sees nothing of it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -20,9 +21,9 @@ from ..program import Context, Pass, Program
 if TYPE_CHECKING:
     from .forward import GraphForward
 
-__all__ = ["Again", "attach_all", "capture_again"]
+__all__ = ["Again", "Captured", "attach_all", "capture_again"]
 
-MOST_PROGRAMS = 4          # of one module
+MOST_PROGRAMS = 8          # of one module
 RECURRENT = 2              # calls of a kind after which it gets a program
 LASTING = ("training mode", "global module hooks", "autocast", "gradients are", "torch.")       # reasons that no program changes
 log = logging.getLogger("inro_fx")
@@ -49,8 +50,9 @@ class Again:
         if self.busy or reason in self.refused or reason.startswith(LASTING) or not self._quiet():
             return False
         self.seen[reason] += 1
-        if self.seen[reason] < (1 if self.eager else RECURRENT) or len(module._inro_runners) >= MOST_PROGRAMS:
+        if not self.eager and (self.seen[reason] < RECURRENT or len(module._inro_runners) >= MOST_PROGRAMS or _has_guests(module)):
             return False
+        from .forward import detach_programs
         self.busy = True
         before = len(module._inro_runners)
         try:
@@ -59,11 +61,13 @@ class Again:
             log.info("no further graph: %s", error)
         finally:
             self.busy = False
-        self.eager = False
-        found = len(module._inro_runners) > before
-        if not found:
+        first, self.eager = self.eager, False
+        if len(module._inro_runners) == before and first:
+            detach_programs(module)                     # its own code runs, over the graphs of what it calls
+            return True
+        if len(module._inro_runners) == before:
             self.refused.add(reason)
-        return found
+        return len(module._inro_runners) > before
 
     @staticmethod
     def _quiet() -> bool:
@@ -73,9 +77,23 @@ class Again:
                     or torch.onnx.is_in_onnx_export())
 
 
+def _has_guests(module: nn.Module) -> bool:
+    """Is there a hook or a patched forward below, which would hear of our runs?"""
+    from ..capture.session import has_foreign_hooks
+    return any(has_foreign_hooks(child) or "forward" in vars(child) for child in module.modules() if child is not module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """``programs`` by path, and the copy that they were captured of, which holds the tensors that they found outside of the model."""
+
+    copy: nn.Module
+    programs: dict[str, Program]
+
+
 def capture_again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], more: Sequence[Pass] = (), whole: bool = False
-                  ) -> dict[str, Program]:
-    """Programs for a call of a quantized module, by path; ``whole``: also of regions and layers below, where it stays Python itself.
+                  ) -> Captured:
+    """Programs for a call of a quantized module; ``whole``: also of regions and layers below, where it stays Python itself.
 
     Raises what capturing raises.
     """
@@ -97,23 +115,22 @@ def capture_again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         weights = held_weights(session)
         context = Context(root, weights)
         found = {path: run_passes(program, context, more) for path, program in {**session.layers, **session.captures}.items()}
-        adopted = {path: [(n, b) for n, b in root.get_submodule(path)._buffers.items() if n.startswith("_constant_")] for path in found}
-    for path, buffers in adopted.items():
-        held = module.get_submodule(path)
-        for name, buffer in buffers:
-            if name not in held._buffers:
-                held.register_buffer(name, buffer, persistent=False)
-            elif held._buffers[name] is not buffer:
-                raise RuntimeError(f"{path} has another tensor of the name {name}")
     log.info("captured %d further graph%s", len(found), "" if len(found) == 1 else "s")
-    return found
+    return Captured(root, found)
 
 
-def attach_all(module: nn.Module, programs: dict[str, Program], more: Sequence[Pass] = ()) -> None:
+def attach_all(module: nn.Module, captured: Captured, more: Sequence[Pass] = ()) -> None:
     """Gives modules below ``module`` their programs; those that have some for their calls already keep them."""
     from .forward import GraphForward, attach_program, rewatch
-    for path, program in programs.items():
+    valid = [r for m in module.modules() if isinstance(m, GraphForward) for r in m._inro_runners if r.watch.altered() is None]
+    for path, program in captured.programs.items():
         owner: Any = module.get_submodule(path)
+        held = {n: b for n, b in captured.copy.get_submodule(path)._buffers.items() if n.startswith("_constant_")}
+        if any(n in owner._buffers and owner._buffers[n] is not b for n, b in held.items()):
+            continue                                # another program of the module has another tensor of that name
+        for name in held.keys() - owner._buffers.keys():
+            owner.register_buffer(name, held[name], persistent=False)
         if not path or not isinstance(owner, GraphForward) or not owner._inro_runners:
             attach_program(owner, program, strict=bool(getattr(module, "_inro_strict", False)) and not path, again=Again(more))
-    rewatch(module)
+            valid.append(owner._inro_runners[-1])
+    rewatch(module, valid)               # the others are of a state that the model is not in

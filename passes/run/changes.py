@@ -142,7 +142,8 @@ def _difference(inside: Inside, lasting: bool) -> str | None:
         a, b = now.get(name, ABSENT), inside.state.get(name, ABSENT)
         if a is b or name.startswith("_inro") or name in TORCHS or is_same(a, b):
             continue
-        if b is not ABSENT or name in mentioned(user_class(inside.module)):
+        user = user_class(inside.module)
+        if b is not ABSENT or hasattr(user, name) or name in mentioned(user):
             return f"{inside.name}.{name} was changed" if inside.siblings is not None else f"self.{name} was changed"
     return None
 

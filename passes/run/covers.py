@@ -22,7 +22,7 @@ __all__ = ["Runner", "covers"]
 MOST_VERDICTS = 4096       # calls of different sizes whose verdicts a program remembers
 
 
-@dataclasses.dataclass(repr=False)
+@dataclasses.dataclass(repr=False, eq=False)
 class Runner:
     """A program that stands in for a module's forward: its functions, what it watches, and the calls that it has answered.
 

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -176,11 +176,12 @@ def detach_programs(module: nn.Module) -> None:
         module.__dict__.pop(name, None)
 
 
-def rewatch(root: nn.Module) -> None:
-    """Takes the modules below ``root`` as they are now for what their graphs depend on: after the compiler has changed them."""
+def rewatch(root: nn.Module, runners: Sequence[Runner] | None = None) -> None:
+    """Takes the modules below ``root`` as they are now for what their graphs (or those of ``runners`` alone) depend on: after the
+    compiler has changed them."""
     for module in root.modules():
         if isinstance(module, GraphForward):
-            for runner in module._inro_runners:
+            for runner in module._inro_runners if runners is None else [r for r in module._inro_runners if r in runners]:
                 runner.watch = watch(module, runner.program)
 
 
