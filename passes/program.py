@@ -111,8 +111,8 @@ class Program:
     weights and is used on its own when its parents run as Python, "unreached" for one that no example reaches. ``template`` is the
     captured output with a `Slot` for each result; ``weights`` are those read as codes, by name; ``probes`` are by
     (float node, weight); ``log`` says which rule did what, and which refused and why: (rule, node, reason or ""). ``effect`` is what the
-    graph does that cannot be taken back (a draw, a write), ``settings`` are what its code asked of torch, ``fixed`` the shapes of
-    stored tensors that it asked for.
+    graph does that cannot be taken back (a draw, a write), ``settings`` are what its code asked of torch, ``fixed`` what it was told of
+    stored tensors: (shape, dtype), None for what it has not asked.
     """
 
     path: str
@@ -125,15 +125,15 @@ class Program:
     log: tuple[tuple[str, str, str], ...] = ()
     effect: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    fixed: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, tuple[tuple[int, ...] | None, torch.dtype | None]] = dataclasses.field(default_factory=dict)
 
     @property
     def guards(self) -> tuple[Guard, ...]:
         """All of them: on the call's values, and on what the code asked of intermediates."""
         asked = tuple(Guard(_source(n.args[0]), "value", n.args[1], str(n.args[2])) for n in self.graph.nodes if n.target is guard)
         told = tuple(Guard(name, "answer", expected, "") for name, expected in self.settings.items())
-        shapes = tuple(Guard(name, "shape", shape, "") for name, shape in self.fixed.items())
-        return (*self.call.guards(), *told, *shapes, *asked)
+        stored = tuple(Guard(name, "form", form, "") for name, form in self.fixed.items())
+        return (*self.call.guards(), *told, *stored, *asked)
 
     def full(self, target: str) -> str:
         """A path from the module of the program as a path from the root of the model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import types
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch.nn.utils import prune
 from ..failures import ModelError
 from ..run.classes import TORCHS, needs_rebasing, rebased, user_class
 from ..run.weights import recurrent
+from ..structure import find, map_values
 
 __all__ = ["attributes", "clone", "make_independent", "prepare"]
 
@@ -96,6 +98,19 @@ def make_independent(root: nn.Module) -> None:
                     copied = tensor.detach().clone()
                     copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if kind is module._parameters else copied
                 kind[name] = copies[id(tensor)]
+    memo: dict[int, Any] = {}
+    for module in root.modules():
+        for name, value in attributes(module).items():
+            if type(value) in (list, dict, tuple) or hasattr(value, "__dict__"):
+                with contextlib.suppress(Exception):
+                    module.__dict__[name] = _with_copies(value, copies, memo)
+
+
+def _with_copies(value: Any, copies: dict[int, Tensor], memo: dict[int, Any]) -> Any:
+    """A value in whose containers and objects the tensors are those of the copy; the same object if there are none of them."""
+    if not find(value, lambda x: isinstance(x, Tensor) and id(x) in copies):
+        return value
+    return map_values(value, lambda x: isinstance(x, Tensor) and id(x) in copies, lambda x: copies[id(x)], memo)
 
 
 def prepare(model: nn.Module) -> nn.Module:

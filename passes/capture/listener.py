@@ -41,6 +41,7 @@ REFUSED: Mapping[Any, str] = {
     torch.set_rng_state: "calls torch.set_rng_state", torch.seed: "calls torch.seed", torch.initial_seed: "calls torch.initial_seed",
     torch.cond: "calls torch.cond, whose branches are code of their own",
     torch.set_default_dtype: "calls torch.set_default_dtype",
+    torch.inference_mode.__enter__: "uses torch.inference_mode",
     torch.autograd.Function.apply.__func__: "calls a torch.autograd.Function"}     # type: ignore[attr-defined]
 
 
@@ -97,7 +98,8 @@ class Listener:
                 self.drew = True
 
     def _heard(self, function: Any, caller: types.FrameType | None) -> None:
-        if caller is None or caller.f_code.co_filename.startswith(INTERNAL) or _is_standard(caller.f_code):
+        decorated = caller is not None and caller.f_code.co_filename == CONTEXTS          # @torch.inference_mode()
+        if caller is None or not decorated and (caller.f_code.co_filename.startswith(INTERNAL) or _is_standard(caller.f_code)):
             return
         if function is id:
             self.facts.add("identity")
@@ -121,6 +123,7 @@ def _is_standard(code: types.CodeType) -> bool:
     return (file.startswith(STANDARD) and "site-packages" not in file) or (file == "<string>" and code.co_name.startswith("__"))
 
 
+CONTEXTS = torch.utils._contextlib.__file__
 STANDARD = sysconfig.get_path("stdlib")
 _C_FUNCTIONS = {id, *(f for f in (*_SETTING_OF, *_REFUSAL_OF) if not isinstance(f, types.CodeType))}
 

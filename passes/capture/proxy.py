@@ -61,7 +61,7 @@ FACTS = {"dtype": "dtype", "device": "device", "layout": "", "is_cuda": "device"
          "ndim": "rank", "requires_grad": "requires_grad", "is_leaf": "requires_grad", "itemsize": "dtype", "names": "",
          "grad_fn": "requires_grad", "grad": "requires_grad", "_version": "", "output_nr": ""}
 FACT_METHODS = {"dim": "rank", "ndimension": "rank", "is_floating_point": "dtype", "is_complex": "dtype", "is_signed": "dtype",
-                "element_size": "dtype", "get_device": "device", "is_inference": "", "has_names": "", "is_conj": "", "is_neg": "",
+                "element_size": "dtype", "get_device": "device", "is_inference": "inference", "has_names": "", "is_conj": "", "is_neg": "",
                 "is_set_to": "", "is_shared": "", "is_pinned": ""}
 REFUSED = {"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "backward", "register_hook",
            "register_post_accumulate_grad_hook", "set_", "resize_", "resize_as_", "share_memory_", "retain_grad", "apply_", "map_",
@@ -72,7 +72,8 @@ class TensorProxy(Tensor):
     """A traced tensor.
 
     ``static``: it depends on no input, so that its sizes are plain numbers. ``open_rank``: its rank may be another at a call with inputs
-    of the same ranks. ``fixed_last``: its last size is the same at every call. ``wants_grad``: it may require a gradient.
+    of the same ranks. ``fixed_last``: its last size is the same at every call. ``by_values``: its sizes depend on values.
+    ``wants_grad``: it may require a gradient.
     """
 
     node: fx.Node
@@ -81,16 +82,17 @@ class TensorProxy(Tensor):
     static: bool
     open_rank: bool
     fixed_last: bool
+    by_values: bool
     wants_grad: bool
     _is_param = False
 
     @staticmethod
     def __new__(cls, node: fx.Node, tracer: Tracer, example: Tensor, static: bool = False, open_rank: bool = False,
-                fixed_last: bool = False, wants_grad: bool = False) -> TensorProxy:
+                fixed_last: bool = False, by_values: bool = False, wants_grad: bool = False) -> TensorProxy:
         new = Tensor._make_wrapper_subclass(cls, tuple(example.shape) if example.layout is torch.strided else (0,),
                                             dtype=example.dtype, device=example.device, requires_grad=False)
         new.__dict__.update(node=node, tracer=tracer, example=example, static=static, open_rank=open_rank,
-                            fixed_last=fixed_last or static, wants_grad=wants_grad, _is_param=isinstance(example, torch.nn.Parameter))
+                            fixed_last=fixed_last or static, by_values=by_values, wants_grad=wants_grad, _is_param=isinstance(example, torch.nn.Parameter))
         tracer.made.append(new)      # type: ignore[arg-type]
         return new      # type: ignore[return-value]
 

@@ -18,7 +18,8 @@ from ..constants import ABSENT, Alias, Constant, alias_of_view, find_constants, 
 from ..program import Program, meta_of
 from ..run.classes import user_class
 from ..structure import Slot, find, map_values, rebuild, strip
-from .call import Call, Unusual
+from .call import IMMUTABLE, Call, Unusual
+from .clone import attributes
 from .draws import OwnDraws
 from .frames import active, at_work
 from .proxy import TensorProxy, TraceError, example_of, is_proxy
@@ -74,6 +75,8 @@ class Session:
         for name, constant in self.constants.items():
             if name == constant.name and name not in self.packed:
                 self._by_storage.setdefault(storage_of(self.tensor(name)), []).append(name)
+        attached = _tensors_in_attributes(self.root)
+        self.held_elsewhere = {c.name for c in self.constants.values() if c.name not in self.packed and id(self.tensor(c.name)) in attached}
         self._owners = {name.rpartition(".")[0] for name in self.constants}
         self._ancestors = {""} | {o[:i] for o in self._owners for i in range(len(o) + 1) if i == len(o) or o[i] == "."}
 
@@ -146,7 +149,7 @@ class Session:
         while hasattr(module, f"_constant_{number}"):
             number += 1
         name = f"_constant_{number}"
-        module.register_buffer(name, tensor.detach(), persistent=False)
+        module.register_buffer(name, tensor.detach() if tensor.requires_grad else tensor, persistent=False)
         self.state.see_buffers()
         return name
 
@@ -183,9 +186,10 @@ class Session:
 
     def saw_call(self, tracer: Tracer, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, last: fx.Node) -> None:
         """A module was traced through: if it owns weights, its part of the graph becomes its own graph too."""
-        if path in self.layers or path not in self._owners:
-            return
-        layer = _cut_out(tracer, self.root.get_submodule(path), path, args, kwargs, result, last)
+        module = self.root.get_submodule(path)
+        if path in self.layers or path not in self._owners or module._forward_hooks or module._forward_pre_hooks:
+            return                                  # what hooks did is in these nodes, and they would run once more
+        layer = _cut_out(tracer, module, path, args, kwargs, result, last)
         if layer is not None:
             self.layers[path] = layer
 
@@ -274,6 +278,19 @@ class Session:
                     raise TraceError(f"keeps a value in {name} ({path or 'the module itself'})")
 
 
+def _tensors_in_attributes(root: nn.Module) -> set[int]:
+    """The ids of tensors that code can reach through containers and objects among the attributes of modules."""
+    seen: set[int] = set()
+    found: set[int] = set()
+    for module in root.modules():
+        for value in attributes(module).values():
+            if id(value) not in seen and not isinstance(value, IMMUTABLE):
+                seen.add(id(value))
+                with contextlib.suppress(Exception):
+                    found.update(id(t) for t in find(value, lambda x: isinstance(x, Tensor)))
+    return found
+
+
 class _PythonRun:
     """What is at work while Python code runs that is not traced: its calls of modules are captured, everything else is its own."""
 
@@ -357,7 +374,11 @@ def _finish(tracer: Tracer, call: Call, kind: str, result: Any) -> Program:
     with at_work(tracer):
         nodes = [tracer.create_arg(r) for r in results]
     tracer.graph.output(nodes[0] if isinstance(template, Slot) else tuple(nodes))
+    looked_at = {str(n.target) for n in tracer.graph.nodes if n.op == "get_attr"}
     drop_unused(tracer.graph)
+    read = {str(n.target) for n in tracer.graph.nodes if n.op == "get_attr"}
+    for name in looked_at - read:                           # its code only asked whether it is there
+        tracer.fixed.setdefault(name, (None, None))
     tracer.abandon(all_of_it=False)
     call.facts = frozenset(tracer.facts)
     return Program(tracer.path, kind, tracer.graph, call, template, effect=tracer.effect, settings=tracer.settings,

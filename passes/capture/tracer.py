@@ -125,7 +125,8 @@ class Tracer:
         self.resting = False                    # functions of torch are not recorded: the tracer itself calls them
         self._kept: set[int] = set()            # storages that outlive the call: of inputs, weights and other state
         self.guards: set[fx.Node] = set()       # the nodes of guards
-        self.fixed: dict[str, tuple[int, ...]] = {}         # shapes of stored tensors that the code asked for, by their path from here
+        # what the code was told of stored tensors, by their path from here: (shape, dtype), None for what it has not asked
+        self.fixed: dict[str, tuple[tuple[int, ...] | None, torch.dtype | None]] = {}
         self._guarded: set[tuple[fx.Node, bool]] = set()
         self._fresh: list[tuple[types.FrameType, int, fx.Node, NumberProxy]] = []
         self._read: dict[str, TensorProxy] = {}
@@ -163,7 +164,7 @@ class Tracer:
         """Takes back what this trace has added to the module, or what of it the graph does not read in the end."""
         module = self.session.root.get_submodule(self.path)
         for _, proxy in self._adopted.values():
-            if all_of_it or proxy.node._erased:
+            if all_of_it or (proxy.node._erased and str(proxy.node.target) not in self.fixed):
                 module._buffers.pop(str(proxy.node.target), None)
                 module._non_persistent_buffers_set.discard(str(proxy.node.target))
         self.session.state.see_buffers()
@@ -358,7 +359,7 @@ class Tracer:
             of_tensor = any(type(p) is TensorProxy for p in proxies)
             if name in STRIDE_NUMBERS:
                 self.facts.add("strides")
-            from_values = any(getattr(p, "from_values", False) for p in proxies) or (
+            from_values = any(p.by_values if type(p) is TensorProxy else p.from_values for p in proxies) or (
                 of_tensor and name not in SIZE_NUMBERS | STRIDE_NUMBERS)
             if static and not from_values:
                 return value
@@ -390,7 +391,9 @@ class Tracer:
         wants_grad = any(p.wants_grad for p in tensors) and (value.is_floating_point() or value.is_complex())
         if wants_grad and not torch.is_grad_enabled():
             self.facts.add("grad_off")
-        return TensorProxy(node, self, value, static, open_rank, fixed, wants_grad and name not in ("detach", "data"))
+        by_values = any(p.by_values if type(p) is TensorProxy else p.from_values for p in proxies) or _sizes_by_values(node, tensors, name)
+        return TensorProxy(node, self, value, static and not by_values, open_rank, fixed, by_values,
+                           wants_grad and name not in ("detach", "data"))
 
     @staticmethod
     def _of_input(number: NumberProxy) -> bool:
@@ -415,7 +418,7 @@ class Tracer:
         if name in COUNTED and not static and not fixed:
             count = self.graph.create_node("call_function", len, (node,), {})
             meta_of(count).update(module=self.module, where=where(), droppable=True)
-            self._require(NumberProxy(count, self, len(value)), truth=False)
+            self.guard(NumberProxy(count, self, len(value), any(p.by_values for p in tensors) or name in BY_VALUES), int)
         items = [self._item(node, value, i, proxies) for i in range(len(value))]
         if type(value) in (tuple, list):
             return type(value)(items)
@@ -439,8 +442,7 @@ class Tracer:
     def size(self, tensor: TensorProxy, dim: Any = None) -> Any:
         """``tensor.size(dim)``, or all of them as a `Shape`; plain numbers where they follow from no input."""
         if tensor.static:
-            if tensor.node.op == "get_attr":
-                self.fixed[str(tensor.node.target)] = tuple(tensor.example.shape)
+            self.ask(tensor, "rank")
             return tensor.example.size() if dim is None else tensor.example.size(dim)
         if dim is None:
             self.ask(tensor, "rank")
@@ -453,7 +455,13 @@ class Tracer:
     @_own
     def ask(self, tensor: TensorProxy, fact: str) -> None:
         """The traced code was told a fact about a tensor."""
-        if not fact or tensor.static and fact in ("rank", "requires_grad"):       # weights may be cast and moved, but not reshaped
+        if not fact:
+            return
+        if tensor.static and tensor.node.op == "get_attr":
+            shape, dtype = self.fixed.get(str(tensor.node.target), (None, None))
+            self.fixed[str(tensor.node.target)] = (tuple(tensor.example.shape) if fact == "rank" else shape,
+                                                   tensor.example.dtype if fact == "dtype" else dtype)
+        if tensor.static and fact in ("rank", "requires_grad"):       # weights may be cast and moved, but not reshaped
             return
         self.facts.add(fact)
         if fact == "rank" and tensor.open_rank:
@@ -579,6 +587,18 @@ def follows_from_inputs(node: fx.Node) -> bool:
     of_tensor = name_of(node.target) in SIZE_NUMBERS | {"dim"} | STRIDE_NUMBERS
     return all((i.op == "placeholder") if of_tensor and "value" in i.meta else "value" not in i.meta and follows_from_inputs(i)
                for i in node.all_input_nodes) and bool(node.all_input_nodes)
+
+
+def _sizes_by_values(node: fx.Node, tensors: list[TensorProxy], name: str) -> bool:
+    """Do the sizes of an operator's result depend on the values of its arguments?"""
+    if name in BY_VALUES or (name == "where" and len(node.args) == 1):
+        return True
+    if name == "repeat_interleave":
+        return len(tensors) > 1
+    return name in ("getitem", "__getitem__") and any(p.example.dtype in (torch.bool, torch.uint8) for p in tensors[1:])
+
+
+BY_VALUES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "unique_dim", "bincount", "histogramdd", "_unique2"}
 
 
 def _last_argument(node: fx.Node, keyword: str = "") -> Any:

@@ -57,11 +57,11 @@ class Inside:
 @dataclasses.dataclass
 class Watch:
     """What a graph depends on beside its inputs: modules, the contents of containers that their code may have read, and the shapes
-    of the tensors ``fixed``, which its code has asked for."""
+    of the tensors ``fixed``, which its code has asked for: the dict that holds it, its name, shape and dtype."""
 
     inside: list[Inside]
     containers: list[tuple[Any, Any]]
-    fixed: list[tuple[dict[str, Any], str, Any]]
+    fixed: list[tuple[dict[str, Any], str, Any, Any]]
 
     def altered(self, lasting: bool = False) -> str | None:
         """What is no more as it was; ``lasting``: apart from the mode, which every copy can tell."""
@@ -83,10 +83,10 @@ class Watch:
         for container, before in self.containers:
             if not is_same(container, before):
                 return "a dict, list or config object that its code may have read was changed"
-        for kind, name, shape in self.fixed:
+        for kind, name, shape, dtype in self.fixed:
             held = kind.get(name)
-            if held is not None and held.shape != shape:
-                return f"{name} was set to a tensor of another shape"
+            if held is None or (shape is not None and held.shape != shape) or (dtype is not None and held.dtype != dtype):
+                return f"{name} was set to another tensor"
         return None
 
 
@@ -107,10 +107,10 @@ def watch(root: nn.Module, program: Program) -> Watch:
             if name not in TORCHS and not name.startswith("_inro") and (container := _container(value)) is not None:
                 containers[id(container)] = container, container.copy()
     held = []
-    for name, shape in program.fixed.items():
+    for name, form in program.fixed.items():
         path, _, leaf = name.rpartition(".")
         owner = root.get_submodule(path)
-        held += [(kind, leaf, shape) for kind in (owner._parameters, owner._buffers) if kind.get(leaf) is not None]
+        held += [(kind, leaf, *form) for kind in (owner._parameters, owner._buffers) if kind.get(leaf) is not None]
     return Watch(inside, list(containers.values()), held)
 
 

@@ -49,8 +49,9 @@ class Runner:
             elif leaf.name in guarded:
                 self._reads.append((index, ()))
         self._strides = "strides" in facts
+        self._inference = "inference" in facts
         self._identity = "identity" in facts or any(i != j for i, j in enumerate(call.same))
-        self.asks = any(names or isinstance(call.inputs[i], NumberLeaf) for i, names in self._reads) or self._strides or self._identity
+        self.asks = any(names or isinstance(call.inputs[i], NumberLeaf) for i, names in self._reads) or self._strides or self._identity or self._inference
 
     def edited(self) -> bool:
         """Was the graph changed by hand since it was compiled, or compiled again?"""
@@ -68,8 +69,16 @@ class Runner:
                 if self._strides:
                     key.append((value.stride(), value.storage_offset()))
         if self._identity:
-            key.append(self.program.call.identities(flat))
+            key += [self.program.call.identities(flat), self._own(flat)]
+        if self._inference:
+            key.append(tuple(isinstance(v, torch.Tensor) and v.is_inference() for v in flat))
         return tuple(key)
+
+    def _own(self, flat: list[Any]) -> tuple[bool, ...]:
+        """Which inputs are tensors of the model itself."""
+        held = {id(t) for inside in self.watch.inside for kind in (inside.module._parameters, inside.module._buffers)
+                for t in kind.values()}
+        return tuple(isinstance(v, torch.Tensor) and id(v) in held for v in flat)
 
     def judge(self, flat: list[Any]) -> str:
         """Why the facts and guards on inputs do not hold; "" if they do."""
@@ -77,8 +86,10 @@ class Runner:
         differs = call.differs(flat)
         if differs is not None:
             return differs
-        if self._identity and call.identities(flat) != call.same:
+        if self._identity and (call.identities(flat) != call.same or any(self._own(flat))):
             return "other inputs are the same tensor"
+        if "inference" in call.facts and any(isinstance(v, torch.Tensor) and v.is_inference() for v in flat):
+            return "inputs made in inference mode"
         if self._strides and not torch.compiler.is_compiling() and any(
                 isinstance(v, torch.Tensor) and not v.is_contiguous() for v in flat):
             return "inputs with other strides"
@@ -114,6 +125,8 @@ def covers(runner: Runner, module: GraphForward, args: tuple[Any, ...], kwargs: 
         return "autocast"
     if facts and (("grad_off" in facts and torch.is_grad_enabled()) or ("grad_on" in facts and not torch.is_grad_enabled())):
         return "gradients are switched on and off inside"
+    if "inference" in facts and torch.is_inference_mode_enabled():
+        return "inference mode"
     if "dtype" in facts and module._inro_float_dtypes[0] != module._inro_float_dtypes[1]:
         return "another dtype of the weights"
     for name, expected in runner.program.settings.items():

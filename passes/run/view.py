@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_unflatten
 
@@ -30,14 +31,14 @@ class borrowed:                                        # noqa: N801 - used as a 
             return fx.Graph() if self.name == "graph" else ""
         if self.name == "code":
             return runners[0].functions.source
-        if runners[0].watch.altered(lasting=True) is not None:
+        if torch.compiler.is_exporting() or runners[0].watch.altered(lasting=True) is not None:
             return _graph_of_forward(module, runners[0].program.call)
         return runners[0].program.graph
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnForward:
-    """The target of the only node of a graph that has become void: the user's own forward."""
+    """The target of the only node of such a graph: the module's forward."""
 
     module: nn.Module
     __name__ = "own_forward"
@@ -47,7 +48,8 @@ class OwnForward:
 
 
 def _graph_of_forward(module: nn.Module, call: Any) -> fx.Graph:
-    """What an altered module computes, for those who run ``module.graph`` in the place of the module, as torch.export does."""
+    """A graph that calls the module's own forward: for torch.export, which runs ``module.graph`` in the place of the module and knows
+    neither guards nor templates, and where the captured graph has become void."""
     graph = fx.Graph()
     values = []
     for leaves, spec in zip(call.leaves, call.specs, strict=True):

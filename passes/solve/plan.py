@@ -189,6 +189,8 @@ def _decide(session: Session, constant: Constant, uses: list[Target], default: S
         return f"{str(constant.dtype).removeprefix('torch.')} weight: only floating-point weights are quantized"
     if session.written.keys() & set(constant.names):
         return "its own forward writes to it (such as an embedding with max_norm)"
+    if constant.name in session.held_elsewhere:
+        return "code holds it in an attribute as well, past the module that owns it"
     first = min(uses, key=lambda t: t.use.op in ("embedding", "embedding_bag"))
     layout = Layout.of(constant.shape, first.use.reduced, first.use.groups)
     tensor = session.tensor(constant.name)
