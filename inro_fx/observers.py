@@ -104,6 +104,23 @@ class Observer(nn.Module):
     def _merge(self, other: Any) -> None:
         self._take(other.low, other.high)
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """What is kept for each channel has the state's number of channels: before the first batch it is a scalar."""
+        for name, buffer in self._buffers.items() if self.axis is not None else ():
+            value = state_dict.get(prefix + name)
+            if buffer is not None and isinstance(value, Tensor) and value.dim() <= 1 and name != "count":
+                self._buffers[name] = buffer.new_empty(value.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[arg-type]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Observer:
+        """The ranges stay float32, also in a model of another dtype: they follow to another device only."""
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            if buffer is not None and (before := exact[name]) is not None and buffer.dtype != before.dtype:
+                self._buffers[name] = before.to(buffer.device)
+        return self
+
     def extra_repr(self) -> str:
         return f"{self.kind}, {int(self.count)} batches"
 
@@ -127,7 +144,7 @@ class MovingAverageObserver(Observer):
 
     def _take(self, low: Tensor, high: Tensor) -> None:
         if not int(self.count):
-            self.low, self.high, self.first_low, self.first_high = low, high, low, high
+            self.low, self.high, self.first_low, self.first_high = low, high, low.clone(), high.clone()   # each may be written
         else:
             self.low, self.high = torch.lerp(self.low, low, self.averaging), torch.lerp(self.high, high, self.averaging)
 
@@ -136,7 +153,8 @@ class MovingAverageObserver(Observer):
 
     def _merge(self, other: MovingAverageObserver) -> None:
         if not int(self.count):
-            self.low, self.high, self.first_low, self.first_high = other.low, other.high, other.first_low, other.first_high
+            for name in ("low", "high", "first_low", "first_high"):
+                setattr(self, name, getattr(other, name).clone())
             return
         # other.low = kept * first + (what the later batches added); after self, the first one counts `averaging` as the others do
         kept = (1 - self.averaging) ** int(other.count)

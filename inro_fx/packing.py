@@ -15,7 +15,8 @@ from .observers import Observer
 from .passes.capture.session import Session
 from .passes.rules.observe import activation_of
 from .passes.scheme import activation_of_scheme
-from .passes.solve.plan import Plan, Weight, checked_parts, with_scheme
+from .passes.solve.examine import checked_parts
+from .passes.solve.plan import Plan, Weight, with_scheme
 from .schemes.int8_rowwise_full import int8_rowwise_full
 
 __all__ = ["Packer", "keep_codes", "nodes_of", "settle_inputs", "take_codes", "takes_inputs"]

@@ -255,8 +255,8 @@ def _evaluated(module: nn.Module, node: fx.Node, constant: str, env: Mapping[fx.
     except InroError:
         raise
     except Exception as error:
-        raise SchemeError(f"{constant}: the operator {meta_of(node).get('kernel', node.name)} of its scheme fails "
-                          f"({type(error).__name__}: {error})") from error
+        raise SchemeError(f"{constant}: its quantized form does not run ({meta_of(node).get('kernel', node.name)}: "
+                          f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]})") from error
 
 
 class _PythonUses(torch.overrides.TorchFunctionMode):

@@ -162,7 +162,7 @@ def test_an_interrupt_at_any_moment_leaves_everything_as_it_was(make, number):
         assert generators() == drawn, where
     small = inro_fx.quantize_graph(model, x)
     assert relative(want, small(x)) < 0.05
-    assert inro_fx.report(small).nodes or isinstance(model, ValueBranch)
+    assert inro_fx.report(small).programs
 
 
 @pytest.mark.parametrize(("make", "number"), [(rich, 8), (MODELS["mlp"], 20), (MODELS["tied"], 10)], ids=["rich", "mlp", "tied"])
@@ -254,9 +254,9 @@ def failing(times):
 
 
 FAILURES = {
-    "calibration": lambda m, x: inro_fx.quantize_graph(m, x, calibration=[x, torch.randn(2, 3)], inplace=True),
-    "static calibration": lambda m, x: inro_fx.quantize_graph(m, x, "int8_static", calibration=[x, torch.randn(2, 3)]),
-    "example": lambda m, x: inro_fx.quantize_graph(m, torch.randn(2, 3), inplace=True),
+    "calibration": lambda m, x: inro_fx.quantize_graph(m, x, calibration=[x, torch.zeros(2, 3)], inplace=True),
+    "static calibration": lambda m, x: inro_fx.quantize_graph(m, x, "int8_static", calibration=[x, torch.zeros(2, 3)]),
+    "example": lambda m, x: inro_fx.quantize_graph(m, torch.zeros(2, 3), inplace=True),
     "first weight": lambda m, x: inro_fx.quantize_graph(m, x, failing(0), inplace=True),
     "third weight": lambda m, x: inro_fx.quantize_graph(m, x, failing(2), inplace=True),
     "a copy": lambda m, x: inro_fx.quantize_graph(m, x, failing(2)),
@@ -285,7 +285,7 @@ def test_the_generators_of_python_numpy_and_torch_do_not_move_whatever_happens(w
             raise ValueError("no")
         return "no tensor" if where == "no tensor" else self.fc(x) + 0 * noise
     model = net(forward, fc=nn.Linear(16, 16)).eval()
-    options = dict(calibration=[torch.randn(2, 3)]) if where == "calibration" else dict(scheme=failing(0)) if where == "scheme" else {}
+    options = dict(calibration=[torch.zeros(2, 3)]) if where == "calibration" else dict(scheme=failing(0)) if where == "scheme" else {}
     x = torch.randn(2, 16)
     drawn = generators()
     if where == "fine":

@@ -1,6 +1,9 @@
 /* Rows of activations to integers, x = scale * q: one level of 7 bits, or the two of linear.c that hold 15.
 
-   Fifteen bits are too few where one activation is hundreds of times the others: such rows are told apart and left to floats. */
+   Fifteen bits are too few where one activation is hundreds of times the others: such rows are told apart and left to floats.
+
+   Where the activations are so small that s would be no normal number, or so large that s times the sums would overflow, x is
+   lifted first: multiplied by a power of two, which `undo` takes off the results. Two levels leave such rows to floats, too. */
 
 #include "linear.h"
 
@@ -49,18 +52,19 @@ static int row_portable(const float *x, int64_t n, int levels, const quantized *
         largest = a > largest ? a : largest;
         finite &= a <= LARGEST;
     }
-    float steps = levels == 2 ? 16256.0f : 127.0f;
-    float s = largest / steps;
+    const float steps = levels == 2 ? 16256.0f : 127.0f, lift = lift_by(largest);
+    float s = largest * lift / steps;
     if (s < SMALLEST) s = 1.0f;
     memset(q, 0, (size_t)(padded * levels));
     to->sums[0] = 0;
     if (levels == 2) to->sums[1] = 0;
     *to->scale = finite ? s : NAN;
-    if (!finite) return levels == 2;                   /* floats know what to do with it */
+    *to->undo = 1.0f / lift;
+    if (!finite || (levels == 2 && lift != 1.0f)) return levels == 2;              /* floats know what to do with it */
     if (levels == 1) {
         int32_t sum = 0;
         for (int64_t i = 0; i < n; i++) {
-            float v = rintf(x[i] / s);
+            float v = rintf(x[i] * lift / s);
             v = v > 127.0f ? 127.0f : v < -127.0f ? -127.0f : v;
             q[i] = (int8_t)v;
             sum += (int32_t)v;
@@ -84,6 +88,12 @@ static int row_portable(const float *x, int64_t n, int levels, const quantized *
     return levels == 2 && wide_row(x, n);
 }
 
+static void set_fixed(float s, int finite, const quantized *to) {
+    const float lift = s > HIGH / 127.0f ? 1.0f / LIFT : 1.0f;
+    *to->scale = finite ? s * lift : NAN;
+    *to->undo = 1.0f / lift;
+}
+
 __attribute__((always_inline))
 static inline void fixed_loop(const float *x, int64_t n, float s, float zero, const quantized *to) {
     int8_t *const q = to->q;
@@ -100,7 +110,7 @@ static inline void fixed_loop(const float *x, int64_t n, float s, float zero, co
         sum += (int32_t)v;
     }
     to->sums[0] = sum;
-    *to->scale = finite ? s : NAN;
+    set_fixed(s, finite, to);
 }
 
 #ifdef X86
@@ -171,8 +181,9 @@ static int row_avx2(const float *x, int64_t n, int levels, const quantized *to) 
     float steps = levels == 2 ? 16256.0f : 127.0f, s = largest / steps;
     if (s < SMALLEST) s = 1.0f;
     float inverse = 1.0f / s;
-    if (!finite) return row_portable(x, n, levels, to);             /* rare */
+    if (!finite || lift_by(largest) != 1.0f) return row_portable(x, n, levels, to);          /* rare */
     *to->scale = s;
+    *to->undo = 1.0f;
     memset(q + n, 0, (size_t)(padded - n));
     if (levels == 2) memset(q + padded + n, 0, (size_t)(padded - n));
     __m256 by = _mm256_set1_ps(s), times = _mm256_set1_ps(inverse), high = _mm256_set1_ps(steps), low = _mm256_set1_ps(-steps);
@@ -236,15 +247,16 @@ int quantize_words(const float *x, int64_t n, int levels, const quantized *to) {
     int finite;
     const float largest = reach_avx2(x, n, &finite);
     int64_t i;
-    const float steps = levels == 2 ? 16256.0f : 127.0f;
-    float s = largest / steps;
+    const float steps = levels == 2 ? 16256.0f : 127.0f, lift = lift_by(largest);
+    float s = largest * lift / steps;
     if (s < SMALLEST) s = 1.0f;
     float inverse = 1.0f / s;
     *to->scale = finite ? s : NAN;
-    if (!finite) { memset(q, 0, (size_t)padded * sizeof(int16_t)); return levels == 2; }
+    *to->undo = 1.0f / lift;
+    if (!finite || (levels == 2 && lift != 1.0f)) { memset(q, 0, (size_t)padded * sizeof(int16_t)); return levels == 2; }
     const __m256 by = _mm256_set1_ps(s), times = _mm256_set1_ps(inverse);
     const __m256 high = _mm256_set1_ps(steps), low = _mm256_set1_ps(-steps);
-    for (i = 0; i + 16 <= n; i += 16) {
+    for (i = 0; i + 16 <= n && lift == 1.0f; i += 16) {
         __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + i + 8);
         a = levels == 2 ? _mm256_mul_ps(a, times) : _mm256_div_ps(a, by);
         b = levels == 2 ? _mm256_mul_ps(b, times) : _mm256_div_ps(b, by);
@@ -254,7 +266,7 @@ int quantize_words(const float *x, int64_t n, int levels, const quantized *to) {
         _mm256_storeu_si256((__m256i *)(q + i), _mm256_permute4x64_epi64(packed, 0xd8));
     }
     for (; i < n; i++) {
-        float v = rintf(levels == 2 ? x[i] * inverse : x[i] / s);
+        float v = rintf(levels == 2 ? x[i] * inverse : x[i] * lift / s);
         v = v > steps ? steps : v < -steps ? -steps : v;
         q[i] = (int16_t)v;
     }
@@ -292,8 +304,9 @@ static int row_vnni(const float *x, int64_t n, int levels, const quantized *to) 
     }
     const float largest = _mm512_reduce_max_ps(top), total = levels == 2 ? _mm512_reduce_add_ps(all) : 0.0f;
     const float steps = levels == 2 ? 16256.0f : 127.0f, step = largest / steps, s = step < SMALLEST ? 1.0f : step;
-    if (bad || !(total <= LARGEST)) return row_portable(x, n, levels, to);             /* rare */
+    if (bad || lift_by(largest) != 1.0f) return row_portable(x, n, levels, to);        /* rare */
     *to->scale = s;
+    *to->undo = 1.0f;
     const __m512 by = _mm512_set1_ps(s), times = _mm512_set1_ps(1.0f / s);
     const __m512 high = _mm512_set1_ps(steps), low = _mm512_set1_ps(-steps);
     for (int64_t i = 0; i < padded; i += 16) {
@@ -337,11 +350,11 @@ static void fixed_vnni(const float *x, int64_t n, float s, float zero, const qua
         _mm_storeu_si128((__m128i *)(q + i), _mm512_cvtepi32_epi8(whole));
     }
     to->sums[0] = _mm512_reduce_add_epi32(sum);
-    *to->scale = bad ? NAN : s;
+    set_fixed(s, !bad, to);
 }
 #endif
 
-/* A scale of the row's own; 1 where floats must compute the row, which is too wide for its two levels, or not finite. */
+/* A scale of the row's own; 1 where floats must compute the row: too wide for its two levels, of extreme size, or not finite. */
 int quantize_row(const float *x, int64_t n, int levels, int level, const quantized *to) {
 #ifdef X86
     if (level >= VNNI) return row_vnni(x, n, levels, to);
@@ -354,7 +367,7 @@ int quantize_row(const float *x, int64_t n, int levels, int level, const quantiz
 /* One level with a given scale and zero point; a row that holds NaN or infinity gets the scale NaN. */
 void quantize_fixed(const float *x, int64_t n, float s, float zero, int level, const quantized *to) {
 #ifdef X86
-    if (level >= VNNI) { fixed_vnni(x, n, s, zero, to); return; }
+    if (level >= VNNI && s >= SMALLEST) { fixed_vnni(x, n, s, zero, to); return; }
     if (level >= AVX2) { fixed_avx2(x, n, s, zero, to); return; }
 #endif
     (void)level;

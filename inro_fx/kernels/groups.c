@@ -16,60 +16,6 @@
 #include <omp.h>
 #endif
 
-
-int64_t bytes_of_row(int64_t columns, int bits) {
-    int64_t bytes = 0;
-    if (bits == 8) return columns;
-    for (int width = 4; width; width /= 2)
-        if (bits & width) bytes += (columns * width + 7) / 8;
-    return bytes;
-}
-
-/* ---- packed codes to int8 ---- */
-
-static void unpack_four(const uint8_t *from, int64_t first, int64_t columns, int8_t *to) {
-    for (int64_t k = first; k < columns; k++) to[k] = (int8_t)(((from[k / 2] >> (k % 2 * 4)) & 15) - 8);
-}
-
-static void unpack_row(const uint8_t *from, int64_t columns, int bits, int8_t *to) {
-    int shift = 0;
-    memset(to, 0, (size_t)columns);
-    for (int width = 4; width; width /= 2) {
-        if (!(bits & width)) continue;
-        const int in_byte = 8 / width, mask = (1 << width) - 1;
-        for (int64_t k = 0; k < columns; k++)
-            to[k] = (int8_t)(to[k] | ((from[k / in_byte] >> (k % in_byte * width)) & mask) << shift);
-        from += (columns * width + 7) / 8;
-        shift += width;
-    }
-    for (int64_t k = 0; k < columns; k++) to[k] = (int8_t)((uint8_t)to[k] - (1 << (bits - 1)));
-}
-
-#ifdef X86
-__attribute__((target("avx2")))
-static void unpack_four_avx2(const uint8_t *from, int64_t columns, int8_t *to) {
-    const __m128i low = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-    int64_t k = 0;
-    for (; k + 32 <= columns; k += 32) {
-        const __m128i bytes = _mm_loadu_si128((const __m128i *)(from + k / 2));
-        const __m128i even = _mm_and_si128(bytes, low), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), low);
-        _mm_storeu_si128((__m128i *)(to + k), _mm_sub_epi8(_mm_unpacklo_epi8(even, odd), eight));
-        _mm_storeu_si128((__m128i *)(to + k + 16), _mm_sub_epi8(_mm_unpackhi_epi8(even, odd), eight));
-    }
-    unpack_four(from, k, columns, to);
-}
-#endif
-
-/* A row of codes of less than eight bits as int8. */
-void unpack(const void *row, int64_t columns, int bits, int8_t *to, int level) {
-#ifdef X86
-    if (bits == 4 && level >= AVX2) { unpack_four_avx2(row, columns, to); return; }
-#endif
-    (void)level;
-    if (bits == 4) unpack_four(row, 0, columns, to);
-    else unpack_row(row, columns, bits, to);
-}
-
 /* A row of codes as int8: where it lies, or in `line`. */
 static const int8_t *codes_of(const char *row, int64_t columns, int bits, int8_t *line, int level) {
     if (bits == 8) return (const int8_t *)row;
@@ -148,6 +94,7 @@ typedef struct {
     char *y;
     int64_t rows, in, stride, out, group, scale_step, bytes, padded;
     int bits, dtype, level;
+    float *floats, *undo;                              /* x, where it is not the caller's, and what takes off that a row was lifted */
     integers *as_integers;                             /* of each row; `q` NULL where it takes floats */
 } job;
 
@@ -283,7 +230,8 @@ static int take_integers(job *j) {
         to->q = (int8_t *)memory;
         to->start = (int32_t *)(memory + q);
         int32_t sums[2];
-        const quantized row = {to->q, j->padded, &to->scale, sums};
+        float undo;
+        const quantized row = {to->q, j->padded, &to->scale, &undo, sums};     /* undo is 1 where integers compute the row */
         if (quantize_row(j->x + r * j->stride, j->in, 2, j->level, &row)) to->q = NULL;
         for (int64_t k = 0; k < j->padded && to->q; k += 4) {
             int32_t sum = 0;
@@ -292,6 +240,34 @@ static int take_integers(job *j) {
         }
     }
 #endif
+    return 1;
+}
+
+/* A copy of x, as floats, and no row lifted as yet; 0 if memory ran out. */
+static int take_floats(job *j) {
+    float *const floats = aligned((size_t)(j->rows * (j->in + 1)) * sizeof(float));
+    if (!floats) return 0;
+    for (int64_t r = 0; r < j->rows; r++) {
+        const char *row = (const char *)j->x + r * j->stride * (int64_t)size_of(j->dtype);
+        if (j->dtype == FLOAT32) memcpy(floats + r * j->in, row, (size_t)j->in * sizeof(float));
+        else widen(row, j->dtype, j->in, floats + r * j->in, j->level);
+        floats[j->rows * j->in + r] = 1.0f;
+    }
+    j->x = j->floats = floats;
+    j->undo = floats + j->rows * j->in;
+    j->stride = j->in;
+    return 1;
+}
+
+/* Lifts the rows of extreme sizes that take floats, as activations.c says; 0 if memory ran out. */
+static int lift_rows(job *j) {
+    for (int64_t r = 0; r < j->rows; r++) {
+        const float lift = j->as_integers && j->as_integers[r].q ? 1.0f : lift_of(j->x + r * j->stride, j->in, j->level);
+        if (lift == 1.0f) continue;
+        if (!j->floats && !take_floats(j)) return 0;
+        for (int64_t k = 0; k < j->in; k++) j->floats[r * j->in + k] *= lift;
+        j->undo[r] = 1.0f / lift;
+    }
     return 1;
 }
 
@@ -314,6 +290,7 @@ void dots(const float *x, int64_t stride, int m, const int8_t *codes, int64_t in
 }
 
 static void store(const job *j, int64_t r, int64_t n, float y) {
+    if (j->undo) y *= j->undo[r];
     y += j->bias ? one_of(j->bias, j->dtype, n) : 0.0f;
     char *to = j->y + (r * j->out + n) * (int64_t)size_of(j->dtype);
     if (j->dtype == FLOAT32) memcpy(to, &y, sizeof y);
@@ -367,18 +344,9 @@ int inro_linear_groups(const layer *l) {
     const int64_t rows = l->rows, in = l->in, out = l->out, padded = (in + 63) / 64 * 64;
     if (rows == 0 || out == 0) return 0;
     job j = {l->codes, l->bias, l->x, l->scale, l->y, rows, in, l->stride, out, l->group ? l->group : padded, l->scale_step,
-             bytes_of_row(in, l->bits), padded, l->bits, l->dtype, l->level < 0 ? inro_level() : l->level, NULL};
-    float *floats = NULL;
-    if (l->dtype != FLOAT32) {
-        floats = aligned((size_t)(rows * in) * sizeof(float));
-        if (!floats) return -1;
-        for (int64_t r = 0; r < rows; r++)
-            widen((const char *)l->x + r * l->stride * (int64_t)size_of(l->dtype), l->dtype, in, floats + r * in, j.level);
-        j.x = floats;
-        j.stride = in;
-    }
+             bytes_of_row(in, l->bits), padded, l->bits, l->dtype, l->level < 0 ? inro_level() : l->level, NULL, NULL, NULL};
     int threads = inro_threads(l->threads, 2.0 * (double)rows * (double)in * (double)out);
-    int failed = !take_integers(&j);
+    int failed = (l->dtype != FLOAT32 && !take_floats(&j)) || !take_integers(&j) || !lift_rows(&j);
     if (failed) threads = 0;
     if (threads == 1) failed = !results_of(&j, 0, out);
     else if (threads > 1) {
@@ -392,7 +360,7 @@ int inro_linear_groups(const layer *l) {
             failed = !results_of(&j, share(out, part, parts), share(out, part + 1, parts));
         }
     }
-    free(floats);
+    free(j.floats);
     free(j.as_integers);
     return failed ? -1 : 0;
 }

@@ -31,6 +31,10 @@ int64_t share(int64_t all, int part, int parts);
 float one_of(const void *numbers, int dtype, int64_t index);
 void widen(const void *from, int dtype, int64_t n, float *to, int level);
 void narrow(const float *from, int64_t n, int dtype, void *to, int level);
+int64_t bytes_of_row(int64_t columns, int bits);
+void unpack(const void *row, int64_t columns, int bits, int8_t *to, int level);
+float lift_of(const float *x, int64_t n, int level);
+int is_extreme_bfloat16(const void *x, int64_t n, int level);
 #pragma GCC visibility pop
 
 /* y[rows, out] = x[rows, in] @ (codes * scale).T + bias; as Layer in binding.py */
@@ -46,9 +50,17 @@ typedef struct {
     const int32_t *zero, *column_sums;                 /* the codes of each column added up */
 } layer;
 
+/* A row of activations so small that its scale would be no normal number, or so large that the scale times the sums would overflow, is
+   lifted: multiplied by a power of two, which `undo` takes off the results. */
+#define LIFT 0x1p64f                                  /* from 2^-149 to within `LOW` and `HIGH`, and from 2^128 */
+#define LOW 0x1p-96f                                  /* activations from here on have normal scales */
+#define HIGH 0x1p96f                                  /* 2^96 / 127 * 2^30 and 2^96 * 2^7 * 65536 are finite, with room */
+
+static inline float lift_by(float largest) { return largest > HIGH ? 1.0f / LIFT : largest < LOW && largest > 0.0f ? LIFT : 1.0f; }
+
 /* activations.c */
 #pragma GCC visibility push(hidden)
-typedef struct { int8_t *q; int64_t padded; float *scale; int32_t *sums; } quantized;  /* a row of x, sums of its levels */
+typedef struct { int8_t *q; int64_t padded; float *scale, *undo; int32_t *sums; } quantized;  /* a row of x, sums of its levels */
 int quantize_row(const float *x, int64_t n, int levels, int level, const quantized *to);
 int quantize_words(const float *x, int64_t n, int levels, const quantized *to);
 void quantize_fixed(const float *x, int64_t n, float s, float zero, int level, const quantized *to);
@@ -63,8 +75,6 @@ int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int6
                 const int64_t *ids, void *to, int dtype, int threads, int level);
 int inro_linear_groups(const layer *l);
 #pragma GCC visibility push(hidden)
-int64_t bytes_of_row(int64_t columns, int bits);
-void unpack(const void *row, int64_t columns, int bits, int8_t *to, int level);
 enum { TOGETHER = 4 };                                 /* rows of x for which a code is converted once */
 void dots(const float *x, int64_t stride, int m, const int8_t *codes, int64_t in, int64_t group, const float *scale, float *y, int level);
 #pragma GCC visibility pop

@@ -76,7 +76,7 @@ int inro_has_panels(int level, int64_t bits, int64_t group) {
    thread; `wide` says of each row whether two levels are too few for it. */
 typedef struct {
     int8_t *q;
-    float *scale, *y, *lines;
+    float *scale, *undo, *y, *lines;
     int32_t *sums;
     unsigned char *wide;
     void *memory;
@@ -87,7 +87,7 @@ static size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static int take(const job *j, int64_t rows, int threads, scratch *to) {
     const layer *l = j->l;
-    const size_t q = round_up((size_t)(rows * 2 * j->padded)), scale = round_up((size_t)rows * sizeof(float)),
+    const size_t q = round_up((size_t)(rows * 2 * j->padded)), scale = round_up((size_t)(rows * 2) * sizeof(float)),
                  sums = round_up((size_t)(rows * 2) * sizeof(int32_t)), wide = round_up((size_t)rows),
                  y = l->dtype == FLOAT32 ? 0 : round_up((size_t)(rows * l->out) * sizeof(float)),
                  lines = l->dtype == FLOAT32 ? 0 : (size_t)threads * round_up((size_t)l->in * sizeof(float)),
@@ -97,6 +97,7 @@ static int take(const job *j, int64_t rows, int threads, scratch *to) {
     if (!start) return 0;
     to->q = (int8_t *)start;
     to->scale = (float *)(start + q);
+    to->undo = to->scale + rows;
     to->sums = (int32_t *)(start + q + scale);
     to->wide = (unsigned char *)start + q + scale + sums;
     to->y = (float *)(start + q + scale + sums + wide);
@@ -145,10 +146,11 @@ static void quantize(const job *j, int64_t start, int64_t r, const scratch *with
     if (form == AS_IT_IS) {
         memcpy(q, (const char *)l->x + (start + r) * l->stride * 2, (size_t)l->in * 2);
         memset(q + l->in * 2, 0, (size_t)(j->padded - l->in) * 2);
+        with->wide[r] = (unsigned char)is_extreme_bfloat16(q, l->in, j->level);
         return;
     }
     const float *x = row_of(j, start + r, line);
-    quantized to = {q, j->padded, with->scale + r, with->sums + r * l->levels};
+    quantized to = {q, j->padded, with->scale + r, with->undo + r, with->sums + r * l->levels};
     if (l->fixed) {
         if (form == WORDS) to.q += j->padded;          /* the upper half of the row, to be widened from there front to back */
         quantize_fixed(x, l->in, *l->fixed, (float)*l->zero, j->level, &to);
@@ -167,20 +169,23 @@ static void quantize(const job *j, int64_t start, int64_t r, const scratch *with
 
 static float bias_of(const layer *l, int64_t column) { return l->bias ? one_of(l->bias, l->dtype, column) : 0.0f; }
 
-/* The rows that are too wide for two levels, in floats, for the columns from `first` to `last`; 0 if memory ran out. */
+/* The rows that are too wide for two levels, or of extreme sizes, in floats, for the columns from `first` to `last`; 0 if memory ran
+   out. */
 static int wide_rows(const job *j, int64_t start, int64_t here, int64_t first, int64_t last, const scratch *with, float *y,
                      float *line) {
     const layer *l = j->l;
     int64_t count = 0;
     for (int64_t r = 0; r < here; r++) count += with->wide[r];
     if (!count) return 1;
-    float *x = aligned((size_t)(count * l->in) * sizeof(float));
+    float *x = aligned((size_t)(count * l->in) * sizeof(float)), *undo = aligned((size_t)count * sizeof(float));
     int64_t *which = aligned((size_t)count * sizeof(int64_t));
     int8_t *unpacked = l->bits < 8 ? aligned((size_t)l->in) : NULL;
-    const int ready = x && which && (l->bits == 8 || unpacked);
+    const int ready = x && undo && which && (l->bits == 8 || unpacked);
     for (int64_t r = 0, i = 0; r < here && ready; r++)
         if (with->wide[r]) {
-            memcpy(x + i * l->in, row_of(j, start + r, line), (size_t)l->in * sizeof(float));
+            const float *from = row_of(j, start + r, line), lift = lift_of(from, l->in, j->level);
+            for (int64_t k = 0; k < l->in; k++) x[i * l->in + k] = from[k] * lift;
+            undo[i] = 1.0f / lift;
             which[i++] = r;
         }
     for (int64_t n = first; n < last && ready; n++) {
@@ -190,10 +195,11 @@ static int wide_rows(const job *j, int64_t start, int64_t here, int64_t first, i
             const int m = count - i < TOGETHER ? (int)(count - i) : TOGETHER;
             float values[TOGETHER];
             dots(x + i * l->in, l->in, m, codes, l->in, l->group ? l->group : l->in, l->scale + n * l->scale_step, values, j->level);
-            for (int k = 0; k < m; k++) y[which[i + k] * l->out + n] = values[k] + bias_of(l, n);
+            for (int k = 0; k < m; k++) y[which[i + k] * l->out + n] = values[k] * undo[i + k] + bias_of(l, n);
         }
     }
     free(x);
+    free(undo);
     free(which);
     free(unpacked);
     return ready;
@@ -210,7 +216,7 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
     float by[MOST_TOGETHER], plus[MOST_TOGETHER], *const scales = l->group ? own.by : by;
     int32_t minus[MOST_TOGETHER];
     panel p = {.packed = own.packed, .start = own.start, .by = scales, .plus = plus, .minus = minus, .in = l->in, .group = l->group,
-               .levels = l->levels, .q = with->q, .x_scale = with->scale, .sums = with->sums, .rows = here, .padded = j->padded,
+               .levels = l->levels, .q = with->q, .x_scale = with->scale, .undo = with->undo, .sums = with->sums, .rows = here, .padded = j->padded,
                .out = l->out};
     for (int64_t b = first; b < last; b++) {
         const int64_t n = b * columns;

@@ -1,9 +1,10 @@
-/* What this CPU can do, how many threads pay, and numbers of half precision. */
+/* What this CPU can do, how many threads pay, numbers of half precision, packed codes, and the sizes of rows. */
 
 #define _DEFAULT_SOURCE                                /* madvise */
 
 #include "kernels.h"
 
+#include <float.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -154,4 +155,113 @@ void narrow(const float *from, int64_t n, int dtype, void *to, int level) {
 #endif
     (void)level;
     narrow_loop(from, n, dtype, to);
+}
+
+/* ---- codes of less than eight bits, as numerics/bits.py packs them ---- */
+
+int64_t bytes_of_row(int64_t columns, int bits) {
+    int64_t bytes = 0;
+    if (bits == 8) return columns;
+    for (int width = 4; width; width /= 2)
+        if (bits & width) bytes += (columns * width + 7) / 8;
+    return bytes;
+}
+
+static void unpack_four(const uint8_t *from, int64_t first, int64_t columns, int8_t *to) {
+    for (int64_t k = first; k < columns; k++) to[k] = (int8_t)(((from[k / 2] >> (k % 2 * 4)) & 15) - 8);
+}
+
+static void unpack_row(const uint8_t *from, int64_t columns, int bits, int8_t *to) {
+    int shift = 0;
+    memset(to, 0, (size_t)columns);
+    for (int width = 4; width; width /= 2) {
+        if (!(bits & width)) continue;
+        const int in_byte = 8 / width, mask = (1 << width) - 1;
+        for (int64_t k = 0; k < columns; k++)
+            to[k] = (int8_t)(to[k] | ((from[k / in_byte] >> (k % in_byte * width)) & mask) << shift);
+        from += (columns * width + 7) / 8;
+        shift += width;
+    }
+    for (int64_t k = 0; k < columns; k++) to[k] = (int8_t)((uint8_t)to[k] - (1 << (bits - 1)));
+}
+
+#ifdef X86
+__attribute__((target("avx2")))
+static void unpack_four_avx2(const uint8_t *from, int64_t columns, int8_t *to) {
+    const __m128i low = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+    int64_t k = 0;
+    for (; k + 32 <= columns; k += 32) {
+        const __m128i bytes = _mm_loadu_si128((const __m128i *)(from + k / 2));
+        const __m128i even = _mm_and_si128(bytes, low), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), low);
+        _mm_storeu_si128((__m128i *)(to + k), _mm_sub_epi8(_mm_unpacklo_epi8(even, odd), eight));
+        _mm_storeu_si128((__m128i *)(to + k + 16), _mm_sub_epi8(_mm_unpackhi_epi8(even, odd), eight));
+    }
+    unpack_four(from, k, columns, to);
+}
+#endif
+
+/* A row of codes of less than eight bits as int8. */
+void unpack(const void *row, int64_t columns, int bits, int8_t *to, int level) {
+#ifdef X86
+    if (bits == 4 && level >= AVX2) { unpack_four_avx2(row, columns, to); return; }
+#endif
+    (void)level;
+    if (bits == 4) unpack_four(row, 0, columns, to);
+    else unpack_row(row, columns, bits, to);
+}
+
+/* ---- rows of extreme sizes ---- */
+
+__attribute__((always_inline))
+static inline float lift_loop(const float *x, int64_t n) {
+    int32_t top = 0;                                   /* bits of floats are in the order of the floats */
+    for (int64_t i = 0; i < n; i++) {
+        int32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7fffffff;
+        top = bits > top ? bits : top;
+    }
+    float largest;
+    memcpy(&largest, &top, sizeof largest);
+    return largest <= FLT_MAX ? lift_by(largest) : 1.0f;
+}
+
+__attribute__((always_inline))
+static inline int extreme_loop(const char *x, int64_t n) {
+    int16_t top = 0;
+    for (int64_t i = 0; i < n; i++) {
+        int16_t bits;
+        memcpy(&bits, x + 2 * i, sizeof bits);
+        bits &= 0x7fff;
+        top = bits > top ? bits : top;
+    }
+    const int32_t wide = (int32_t)top << 16;
+    float largest;
+    memcpy(&largest, &wide, sizeof largest);
+    return largest <= FLT_MAX && lift_by(largest) != 1.0f;
+}
+
+#ifdef X86
+__attribute__((target("avx2")))
+static float lift_avx2(const float *x, int64_t n) { return lift_loop(x, n); }
+__attribute__((target("avx2")))
+static int extreme_avx2(const char *x, int64_t n) { return extreme_loop(x, n); }
+#endif
+
+/* What a row that floats compute is to be multiplied by: 1 but for rows of extreme sizes. */
+float lift_of(const float *x, int64_t n, int level) {
+#ifdef X86
+    if (level >= AVX2) return lift_avx2(x, n);
+#endif
+    (void)level;
+    return lift_loop(x, n);
+}
+
+/* Would a row of bfloat16 be lifted? */
+int is_extreme_bfloat16(const void *x, int64_t n, int level) {
+#ifdef X86
+    if (level >= AVX2) return extreme_avx2(x, n);
+#endif
+    (void)level;
+    return extreme_loop(x, n);
 }

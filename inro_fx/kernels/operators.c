@@ -152,12 +152,12 @@ enum { FEW = 2 };
 
 /* Does a kernel run the case, and if not, why? The limits were measured. */
 int inro_covers(int op, int dtype, int64_t bits, int64_t group, int64_t columns, int64_t rows, const char **why) {
-    const int level = inro_level(), linear = op != EMBEDDING && op != DEQUANTIZE, grouped = bits < 8 || group;
+    const int level = inro_level(), linear = op != EMBEDDING && op != DEQUANTIZE, grouped = bits < 8 || (group && group < columns);
     *why = dtype < 0 ? "numbers that are not float32, bfloat16 or float16"
         : bits < 2 || bits > 8 ? "codes that are not of 2 to 8 bits"
         : group < 0 ? "groups of less than no columns"
         : columns < 1 || columns > 65536 ? "not 1 to 65536 columns: 255 * 127 * 65536 < 2^31"
-        : linear && grouped && rows > FEW && !inro_has_panels(level, bits, group)
+        : linear && grouped && rows > FEW && !inro_has_panels(level, bits, group < columns ? group : 0)
             ? "more than 2 rows, and no integer kernel for such groups: torch was faster"
         : op == LINEAR && !grouped && columns < 16 && rows > 8
             ? "more than 8 rows of less than 16 columns: torch was faster"

@@ -37,7 +37,10 @@ def read_scheme(description: dict[str, Any], given: Sequence[Scheme]) -> Scheme 
     """The inverse of `describe_scheme`; somebody's own scheme must be among ``given``, or `SchemeError` says so."""
     own = next((s for s in given if s.name == description["name"]), None)
     if own is not None or "kind" not in description:
-        return own if own is not None else find_scheme(description["name"], (*given, *SCHEMES))
+        if own is None and description["name"] not in [s.name for s in SCHEMES]:
+            raise SchemeError(f"the file needs the scheme {description['name']!r}, which is somebody's own: give it, "
+                              f"load(..., schemes=[that_scheme])")
+        return own if own is not None else find_scheme(description["name"])
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items() if k != "kind"}
     return _CLASSES[description["kind"]](**fields)
 
@@ -58,4 +61,12 @@ def find_scheme(scheme: str | Scheme, known: Sequence[Scheme] = SCHEMES) -> Sche
     missing = [m for m in ("name", "parts", "pack", "unpack", "bound", "operator") if not hasattr(scheme, m)]
     if missing:
         raise SchemeError(f"{type(scheme).__name__} is no scheme: it lacks {', '.join(missing)} (see docs/add-a-scheme.md)")
+    if not isinstance(scheme.name, str) or not scheme.name.isprintable():
+        raise SchemeError(f"{type(scheme).__name__} is no scheme: its name is {scheme.name!r}")
+    parts = scheme.parts
+    if not isinstance(parts, tuple) or not parts or not all(isinstance(p, str) and p.isidentifier() for p in parts) or len(set(parts)) < len(parts):
+        raise SchemeError(f"the scheme {scheme.name} has parts {parts!r}: a tuple of different names, such as ('codes', 'scale')")
+    for member in ("pack", "unpack", "bound", "operator"):
+        if not callable(getattr(scheme, member)):
+            raise SchemeError(f"the scheme {scheme.name} has no function {member}")
     return scheme

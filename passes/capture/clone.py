@@ -16,7 +16,7 @@ from torch.nn.utils import prune
 from ..failures import ModelError
 from ..run.classes import TORCHS, needs_rebasing, rebased, user_class
 from ..run.weights import recurrent
-from ..structure import find, map_values
+from ..structure import attributes_of, find, map_values
 
 __all__ = ["attributes", "clone", "make_independent", "prepare"]
 
@@ -76,11 +76,12 @@ def _reachable(values: list[Any]) -> Iterator[Any]:
             continue
         seen.add(id(value))
         yield value
-        if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-            pending.extend(value)
-        elif isinstance(value, dict):
-            pending.extend(value.values())
-        pending.extend(getattr(value, "__dict__", {}).values() if not isinstance(value, Tensor) else ())
+        with contextlib.suppress(Exception):            # of classes that answer no questions
+            if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+                pending.extend([*value])
+            elif isinstance(value, dict):
+                pending.extend([*value.values()])
+        pending.extend(attributes_of(value).values() if not isinstance(value, Tensor) else ())
 
 
 def make_independent(root: nn.Module) -> None:

@@ -20,13 +20,17 @@ SEEDED = torch.Tag.nondeterministic_seeded
 
 
 class OwnDraws(TorchDispatchMode):
-    """Operators that draw take their numbers from a generator of this object's own; ``drew`` says if any did."""
+    """Operators that draw take their numbers from a generator of this object's own; ``drew`` says if any did.
+
+    Where the model seeds torch's generator, the own one is seeded alike.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.generator, self.drew = torch.Generator().manual_seed(0), False
+        self.seed = torch.initial_seed()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.call(func, args, kwargs or {})
@@ -35,9 +39,12 @@ class OwnDraws(TorchDispatchMode):
         """``func(*args, **kwargs)`` with draws of our own."""
         if not isinstance(func, torch._ops.OpOverload) or SEEDED not in func.tags or func.namespace != "aten":
             return func(*args, **kwargs)
-        self.drew = True
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
+        self.drew = True
+        if torch.initial_seed() != self.seed:
+            self.seed = torch.initial_seed()
+            self.generator.manual_seed(self.seed)
         drawing = self._with_generator(func)
         if drawing is not None and not any(getattr(a, "is_cuda", False) for a in args) \
                 and torch.device(kwargs.get("device") or "cpu").type == "cpu":
@@ -79,13 +86,16 @@ def outside_draws(function: Any) -> bool:
 
 
 @contextlib.contextmanager
-def kept_outside_draws(drew: Callable[[], bool]) -> Iterator[None]:
-    """Python's and numpy's generators are afterwards as before, if what ran inside drew from them."""
+def kept_outside_draws(drew: Callable[[], bool], seeded: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Python's and numpy's generators are afterwards as before, if what ran inside ``drew`` from them; torch's, if that ``seeded`` it."""
+    torch_state = torch.get_rng_state()
     state, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     try:
         yield
     finally:
+        if seeded():
+            torch.set_rng_state(torch_state)
         if drew():
             random.setstate(state)
             if numpy is not None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..structure import attributes_of
 from .call import IMMUTABLE
-from .draws import own_draws
+from .draws import kept_outside_draws, own_draws
 from .traced import quiet
 from ..failures import InputError
 
@@ -25,12 +25,13 @@ __all__ = ["Example", "compare", "copied_input", "run", "tensors_in"]
 class Example:
     """Example inputs as ``model(*args, **kwargs)`` takes them. They are copied for each run: forward may change them.
 
-    ``draws``: the model draws random numbers.
+    ``draws``: the model draws random numbers, ``draws_outside``: from Python's or numpy's generators.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     draws: bool = False
+    draws_outside: bool = False
 
     @classmethod
     def of(cls, inputs: Any) -> Example:
@@ -98,7 +99,7 @@ def copied_input(x: Any) -> Any:
 def run(model: nn.Module, example: Example) -> Any:
     """``model.forward`` on a copy of the example, without hooks of the root; its draws are the same at each run, and nobody else's."""
     args, kwargs = example.fresh()
-    with quiet(model), own_draws() if example.draws else contextlib.nullcontext():
+    with quiet(model), kept_outside_draws(lambda: example.draws_outside), own_draws() if example.draws else contextlib.nullcontext():
         return model.forward(*args, **kwargs)
 
 

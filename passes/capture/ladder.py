@@ -43,7 +43,7 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", rungs: tuple[
     told = reference_run(root, example, session.state)
     want, example = told.want, told.example
     session.model_draws = example.draws
-    with kept_outside_draws(lambda: told.drew):
+    with kept_outside_draws(lambda: told.drew, lambda: told.seeded):
         _note_state(session, told.written)
         for _ in seed_extremes() if told.drew else ():              # most code that draws does so for training alone
             rewind(root, told.written)
@@ -62,6 +62,8 @@ def _note_state(session: Session, written: dict[str, Tensor]) -> None:
     for path, _, name in list(session.state.changed()):
         session.refuse(path, f"changes self.{name} in forward")
     session.state.restore()
+    for module in session.root.modules():                # those that the first call has built
+        module.training = False
     session.index()
     session.written = written
     for name in written:

@@ -62,7 +62,9 @@ class Listener:
         self.facts: set[str] = set()
         self.refusal: str | None = None
         self.drew = False                       # from Python's or numpy's generators
+        self.seeded = False                     # torch's generator
         self.calling = ""                       # the function of C that was called last
+        self.reached: list[tuple[str, Any]] = []             # globals and closures that the code names: (name, value's holder)
         self._known: dict[types.CodeType, bool] = {}        # code -> is it torch's or ours?
         self._before: Any = None
 
@@ -87,6 +89,7 @@ class Listener:
                 internal = self._known[code] = code.co_filename.startswith(INTERNAL)
                 if not internal and not _is_standard(code):
                     self._read(code)
+                    self._reach(frame)
             if internal and (code in _SETTING_OF or code in _REFUSAL_OF):
                 self._heard(code, frame.f_back)
         elif event == "c_call":
@@ -96,6 +99,13 @@ class Listener:
                 self._heard(argument, frame)
             elif outside_draws(argument):
                 self.drew = True
+
+    def _reach(self, frame: types.FrameType) -> None:
+        """Notes what code can reach beside its arguments."""
+        code, names = frame.f_code, frame.f_globals
+        self.reached += [(name, names[name]) for name in code.co_names if name in names]
+        if code.co_freevars:
+            self.reached += [(name, frame.f_locals[name]) for name in code.co_freevars if name in frame.f_locals]
 
     def _heard(self, function: Any, caller: types.FrameType | None) -> None:
         decorated = caller is not None and caller.f_code.co_filename == CONTEXTS          # @torch.inference_mode()
@@ -107,6 +117,7 @@ class Listener:
             name = _SETTING_OF[function]
             self.settings.setdefault(name, SETTINGS[name]())
         else:
+            self.seeded = self.seeded or "seed" in _REFUSAL_OF[function] or "rng" in _REFUSAL_OF[function]
             self.refusal = self.refusal or f"{_REFUSAL_OF[function]} at {place(caller)}"
 
     def _read(self, code: types.CodeType) -> None:

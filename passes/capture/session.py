@@ -22,6 +22,7 @@ from .call import IMMUTABLE, Call, Unusual
 from .clone import attributes
 from .draws import OwnDraws
 from .frames import active, at_work
+from .leaks import take_back
 from .proxy import TensorProxy, TraceError, example_of, is_proxy
 from .state import ModuleState
 from .traced import own_call
@@ -234,7 +235,8 @@ class Session:
             leaves_after, spec_after = tree_flatten(traced)
             if spec != spec_after or any(a is not b for a, b in zip(leaves, leaves_after, strict=True)):
                 raise TraceError("changes a container among its inputs")
-            self._refuse_leaks(module)
+            if (place := self._leaks(tracer, module)) is not None:
+                raise TraceError(f"keeps a traced value in {place}")
             example = _example_of(result)
             if tracer.listener.drew and not self.ignores_draws:
                 raise TraceError("depends on random numbers from outside of torch")
@@ -242,40 +244,22 @@ class Session:
             return example, True
         except Exception as error:
             tracer.abandon()
-            self._refuse_leaks(module, raising=False)
+            self._leaks(tracer, module)
             self.refuse(path, error)
             return None, False
         finally:
             tracer.forget()
 
-    def _refuse_leaks(self, module: nn.Module, raising: bool = True) -> None:
-        """A list, dict or attribute of a module, or a global of its code, that forward fills would now hold traced values: they are
-        taken out again."""
+    def _leaks(self, tracer: Tracer, module: nn.Module) -> str | None:
+        """Where the traced code has left traced values that would outlive the trace; they are not there any more."""
+        places = [(f"self.{n} of {path or 'the module itself'}", {n: v}) for path, child in module.named_modules()
+                  for n, v in vars(child).items() if not n.startswith("_") and n != "training"]
         for path, child in module.named_modules():
-            places = [(f"self.{n}", v) for n, v in vars(child).items()]
-            for kind in user_class(child).__mro__:
-                if kind.__module__.partition(".")[0] != "torch":
-                    places += [(f"{kind.__name__}.{n}", v) for n, v in vars(kind).items()]
-                    forward = vars(kind).get("forward")
-                    if isinstance(forward, types.FunctionType):
-                        places += [(n, v) for n, v in forward.__globals__.items() if not n.startswith("__")]
-                        if any(is_proxy(v) for v in forward.__globals__.values()):
-                            for name in [n for n, v in forward.__globals__.items() if is_proxy(v)]:
-                                del forward.__globals__[name]
-                    for name in [n for n, v in vars(kind).items() if is_proxy(v)]:
-                        delattr(kind, name)
-            for name, value in places:
-                if is_proxy(value):
-                    pass
-                elif type(value) is list and any(is_proxy(v) for v in value):
-                    value[:] = [v for v in value if not is_proxy(v)]
-                elif type(value) is dict and not name.startswith("_") and any(is_proxy(v) for v in value.values()):
-                    for key in [k for k, v in value.items() if is_proxy(v)]:
-                        del value[key]
-                else:
-                    continue
-                if raising:
-                    raise TraceError(f"keeps a value in {name} ({path or 'the module itself'})")
+            for name in [n for n, v in vars(child).items() if is_proxy(v)]:
+                vars(child)[name] = example_of(vars(child)[name])
+                places.insert(0, (f"self.{name} of {path or 'the module itself'}", [vars(child)[name]]))
+        classes = {kind for child in module.modules() for kind in user_class(child).__mro__}
+        return take_back([*places, *((kind.__name__, kind) for kind in classes), *tracer.listener.reached])
 
 
 def _tensors_in_attributes(root: nn.Module) -> set[int]:

@@ -57,7 +57,7 @@ class ModuleState:
             now = attributes(module)
             for name in {**before, **now}:
                 pristine = before[name][1] if name in before else ABSENT
-                if pristine is not _UNKNOWN and not _alike(now.get(name, ABSENT), pristine, seen):
+                if pristine is not _UNKNOWN and not _sure_alike(now.get(name, ABSENT), pristine, seen):
                     yield path, module, name
         for path, module, buffers in self.buffers:
             for name in {**buffers, **module._buffers}:
@@ -111,6 +111,13 @@ def _put_back(value: Any, pristine: Any, memo: dict[int, Any]) -> Any:
     else:
         return fresh
     return value
+
+
+def _sure_alike(now: Any, then: Any, seen: set[tuple[int, int]]) -> bool:
+    try:
+        return _alike(now, then, seen)
+    except Exception:                           # of a class that answers no questions
+        return True
 
 
 def _alike(now: Any, then: Any, seen: set[tuple[int, int]]) -> bool:
@@ -195,13 +202,14 @@ class _StateWritten(Exception):
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """What a run of the float model told: its output ``want``, the state ``written`` as it was before (each such tensor is the copy's own
-    from then on), the ``example`` that knows whether the model draws, whether it ``drew`` from Python's or numpy's generators, and
-    whether it is ``fragile``: its operators read past their inputs where sizes do not fit."""
+    from then on), the ``example`` that knows whether the model draws, whether it ``drew`` from Python's or numpy's generators or
+    ``seeded`` torch's, and whether it is ``fragile``: its operators read past their inputs where sizes do not fit."""
 
     want: Any
     written: dict[str, Tensor]
     example: Example
     drew: bool = False
+    seeded: bool = False
     fragile: bool = False
 
 
@@ -212,18 +220,19 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
         args, kwargs = example.fresh()
         try:
             heard = Listener()
-            with quiet(root), kept_outside_draws(lambda: heard.drew), heard, _StateWatch(_storages(root, written)) as watch:  # noqa: B023
+            with quiet(root), kept_outside_draws(lambda: heard.drew, lambda: heard.seeded), heard, _StateWatch(_storages(root, written)) as watch:  # noqa: B023
                 want = root.forward(*args, **kwargs)
             if watch.compiled:                             # what torch.cond compiles inside a mode fails outside of it
                 torch._dynamo.reset()
-            return Reference(want, written, dataclasses.replace(example, draws=watch.drew), heard.drew, watch.fragile)
+            return Reference(want, written, dataclasses.replace(example, draws=watch.drew, draws_outside=heard.drew), heard.drew, heard.seeded, watch.fragile)
         except _StateWritten as state:
             own.restore()
             written[state.name] = put_state(root, state.name, None)
             own.see_buffers()
         except Exception as error:
             own.restore()
-            outcome = _run_past_modes(root, example, own)
+            with kept_outside_draws(lambda: heard.drew, lambda: True):  # noqa: B023
+                outcome = _run_past_modes(root, example, own)
             if outcome is None:
                 raise InputError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
             return outcome

@@ -570,6 +570,8 @@ class Tracer:
             base = self._get_attr(viewed, self.session.tensor(viewed))
             return self.create("call_function", torch.as_strided, base, tuple(tensor.shape), tuple(tensor.stride()),       # type: ignore[no-any-return]
                                tensor.storage_offset())
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise TraceError(f"makes a {type(tensor).__name__}, which is a tensor of a class of its own, at {where()}")
         if id(tensor) not in self._adopted:
             node = self.graph.create_node("get_attr", self.session.adopt(self.path, tensor), (), {})
             meta_of(node).update(module=self.module, where=where(), droppable=True, value=Value(tensor.dtype, tuple(tensor.shape)))

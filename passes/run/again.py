@@ -122,7 +122,7 @@ def capture_again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def attach_all(module: nn.Module, captured: Captured, more: Sequence[Pass] = ()) -> None:
     """Gives modules below ``module`` their programs; those that have some for their calls already keep them."""
     from .forward import GraphForward, attach_program, rewatch
-    valid = [r for m in module.modules() if isinstance(m, GraphForward) for r in m._inro_runners if r.watch.altered() is None]
+    valid = [r for m in module.modules() if isinstance(m, GraphForward) for r in m._inro_runners if r.watch.altered(m) is None]
     for path, program in captured.programs.items():
         owner: Any = module.get_submodule(path)
         held = {n: b for n, b in captured.copy.get_submodule(path)._buffers.items() if n.startswith("_constant_")}

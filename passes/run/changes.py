@@ -41,13 +41,14 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 class Inside:
     """A module whose code a graph stands for, as it was when the graph was made.
 
-    ``siblings`` is the dict of modules of its parent (None for the captured module itself), ``state`` its attributes, ``counts`` how
+    ``siblings`` is the dict of modules of its parent (None for the captured module itself, and then ``module`` is None, too, for what a
+    module holds should not hold the module), ``state`` its attributes, ``counts`` how
     many modules, parameters and buffers it had, ``nothing`` its tensors that were None, each with the dict that it is in.
     """
 
     siblings: dict[str, Any] | None
     name: str
-    module: nn.Module
+    module: nn.Module | None
     state: dict[str, Any]
     hooks: tuple[Any, ...]
     counts: tuple[int, int, int]
@@ -63,10 +64,10 @@ class Watch:
     containers: list[tuple[Any, Any]]
     fixed: list[tuple[dict[str, Any], str, Any, Any]]
 
-    def altered(self, lasting: bool = False) -> str | None:
-        """What is no more as it was; ``lasting``: apart from the mode, which every copy can tell."""
+    def altered(self, root: nn.Module, lasting: bool = False) -> str | None:
+        """What is no more as it was below ``root``; ``lasting``: apart from the mode, which every copy can tell."""
         for inside in self.inside:
-            module, siblings = inside.module, inside.siblings
+            module, siblings = inside.module or root, inside.siblings
             if siblings is not None and siblings.get(inside.name) is not module:
                 return f"{inside.name} was replaced"
             now = module.__dict__
@@ -78,7 +79,7 @@ class Watch:
             for kind, name in inside.nothing:
                 if kind.get(name) is not None:
                     return f"{inside.name}.{name} was set"
-            if not is_same(now, inside.state) and (reason := _difference(inside, lasting)) is not None:
+            if not is_same(now, inside.state) and (reason := _difference(inside, module, lasting)) is not None:
                 return reason
         for container, before in self.containers:
             if not is_same(container, before):
@@ -100,7 +101,7 @@ def watch(root: nn.Module, program: Program) -> Watch:
         parent, _, name = path.rpartition(".")
         siblings = root.get_submodule(parent)._modules if path else None
         own = child._modules, child._parameters, child._buffers
-        inside.append(Inside(siblings, name or "the model", child, {**vars(child), "training": False}, hooks_of(child) if path else (),
+        inside.append(Inside(siblings, name or "the model", child if path else None, {**vars(child), "training": False}, hooks_of(child) if path else (),
                              (len(own[0]), len(own[1]), len(own[2])),
                              tuple((kind, n) for kind in own[1:] for n, t in kind.items() if t is None)))
         for name, value in vars(child).items():
@@ -133,16 +134,16 @@ def is_same(a: Any, b: Any) -> bool:
         return False
 
 
-def _difference(inside: Inside, lasting: bool) -> str | None:
+def _difference(inside: Inside, module: nn.Module, lasting: bool) -> str | None:
     """Which attribute of a module is another one; None for what no graph can tell apart."""
-    now = inside.module.__dict__
+    now = module.__dict__
     if now["training"] and not lasting and inside.siblings is not None:
         return "training mode"
     for name in {**inside.state, **now}:
         a, b = now.get(name, ABSENT), inside.state.get(name, ABSENT)
         if a is b or name.startswith("_inro") or name in TORCHS or is_same(a, b):
             continue
-        user = user_class(inside.module)
+        user = user_class(module)
         if b is not ABSENT or hasattr(user, name) or name in mentioned(user):
             return f"{inside.name}.{name} was changed" if inside.siblings is not None else f"self.{name} was changed"
     return None

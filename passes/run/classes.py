@@ -52,6 +52,10 @@ class Part(nn.Module):
             for name in vars(module).get("_inro_packed", {}):
                 yield f"{path}.{name}" if path else name, getattr(module, name)
 
+    def __prepare_scriptable__(self) -> Any:
+        raise ModelError("torch.jit.script compiles the source of a forward, and this model runs a captured graph: use torch.jit.trace, "
+                         "torch.export or torch.compile")
+
 
 def _torch_asks() -> bool:
     """Is it torch that consumes the generator which calls this, directly or through ``parameters()``?"""

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..capture.call import NumberLeaf, TensorLeaf
 from ..capture.frames import active
@@ -57,7 +58,7 @@ class Runner:
         """Was the graph changed by hand since it was compiled, or compiled again?"""
         return self.functions.edited or self.functions.source != source_of(self.program.graph)
 
-    def signature(self, flat: list[Any]) -> Any:
+    def signature(self, module: nn.Module, flat: list[Any]) -> Any:
         """What the guards depend on."""
         key: list[Any] = []
         for index, names in self._reads:
@@ -69,24 +70,24 @@ class Runner:
                 if self._strides:
                     key.append((value.stride(), value.storage_offset()))
         if self._identity:
-            key += [self.program.call.identities(flat), self._own(flat)]
+            key += [self.program.call.identities(flat), self._own(module, flat)]
         if self._inference:
             key.append(tuple(isinstance(v, torch.Tensor) and v.is_inference() for v in flat))
         return tuple(key)
 
-    def _own(self, flat: list[Any]) -> tuple[bool, ...]:
+    def _own(self, module: nn.Module, flat: list[Any]) -> tuple[bool, ...]:
         """Which inputs are tensors of the model itself."""
-        held = {id(t) for inside in self.watch.inside for kind in (inside.module._parameters, inside.module._buffers)
+        held = {id(t) for m in module.modules() for kind in (m._parameters, m._buffers)
                 for t in kind.values()}
         return tuple(isinstance(v, torch.Tensor) and id(v) in held for v in flat)
 
-    def judge(self, flat: list[Any]) -> str:
+    def judge(self, module: nn.Module, flat: list[Any]) -> str:
         """Why the facts and guards on inputs do not hold; "" if they do."""
         call = self.program.call
         differs = call.differs(flat)
         if differs is not None:
             return differs
-        if self._identity and (call.identities(flat) != call.same or any(self._own(flat))):
+        if self._identity and (call.identities(flat) != call.same or any(self._own(module, flat))):
             return "other inputs are the same tensor"
         if "inference" in call.facts and any(isinstance(v, torch.Tensor) and v.is_inference() for v in flat):
             return "inputs made in inference mode"
@@ -132,7 +133,7 @@ def covers(runner: Runner, module: GraphForward, args: tuple[Any, ...], kwargs: 
     for name, expected in runner.program.settings.items():
         if SETTINGS[name]() != expected:
             return f"{name}() is not {expected}"
-    if (altered := runner.watch.altered()) is not None:
+    if (altered := runner.watch.altered(module)) is not None:
         return altered
     flat = runner.program.call.flatten(args, kwargs)
     if isinstance(flat, str):
@@ -140,12 +141,12 @@ def covers(runner: Runner, module: GraphForward, args: tuple[Any, ...], kwargs: 
     if not runner.asks:
         return flat, None
     if torch.compiler.is_compiling():
-        reason = runner.judge(flat)
+        reason = runner.judge(module, flat)
         return reason or (flat, None)
-    key = runner.signature(flat)
+    key = runner.signature(module, flat)
     verdict = runner.verdicts.get(key)
     if verdict is None:
         if len(runner.verdicts) >= MOST_VERDICTS:
             runner.verdicts.clear()
-        verdict = runner.verdicts[key] = runner.judge(flat)
+        verdict = runner.verdicts[key] = runner.judge(module, flat)
     return verdict if verdict and verdict is not True else (flat, key)

@@ -101,7 +101,7 @@ class GraphForward(Part):
     # -- life --
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        altered = [runner.watch.altered(lasting=True) for runner in self._inro_runners]
+        altered = [runner.watch.altered(self, lasting=True) for runner in self._inro_runners]
         result = super()._apply(fn, recurse)          # type: ignore[no-untyped-call]
         self.__dict__["_inro_float_dtypes"] = (self._inro_float_dtypes[0], mapped_dtype(self._inro_float_dtypes[1], fn))
         for runner, changed in zip(self._inro_runners, altered, strict=True):
@@ -127,7 +127,7 @@ class GraphForward(Part):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__()) if defines(user_class(self), "__getstate__") else dict(self.__dict__)      # type: ignore[misc]
         state["_inro_runners"] = [(dataclasses.replace(r.program, graph=GraphData.of(r.program.graph)), r.calls,       # type: ignore[arg-type]
-                                   r.watch.altered(lasting=True)) for r in self._inro_runners]
+                                   r.watch.altered(self, lasting=True)) for r in self._inro_runners]
         state["_inro_again"] = None if self._inro_again is None else self._inro_again.fresh()
         return state
 
@@ -153,7 +153,6 @@ class GraphForward(Part):
 
 def _install(module: Any, program: Program) -> Runner:
     runner = Runner(program, compiled(module, program.graph), watch(module, program))
-    program.graph.owning_module = module
     module._inro_runners.append(runner)
     return runner
 

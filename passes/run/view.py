@@ -31,7 +31,7 @@ class borrowed:                                        # noqa: N801 - used as a 
             return fx.Graph() if self.name == "graph" else ""
         if self.name == "code":
             return runners[0].functions.source
-        if torch.compiler.is_exporting() or runners[0].watch.altered(lasting=True) is not None:
+        if torch.compiler.is_exporting() or runners[0].watch.altered(module, lasting=True) is not None:
             return _graph_of_forward(module, runners[0].program.call)
         return runners[0].program.graph
 

@@ -22,8 +22,9 @@ from ..failures import SchemeError
 from ..program import meta_of
 from ..run.classes import user_class
 from ..scheme import Identity, Layout, Scheme
+from .examine import examined
 
-__all__ = ["Overrides", "Plan", "Skip", "Target", "Weight", "checked_parts", "find_targets", "held_weights", "plan", "uses_of",
+__all__ = ["Overrides", "Plan", "Skip", "Target", "Weight", "find_targets", "held_weights", "plan", "uses_of",
            "with_scheme"]
 
 OPS = frozenset(c.op for c in CARRIERS)
@@ -95,11 +96,11 @@ def find_targets(session: Session) -> list[Target]:
     return found
 
 
-def uses_of(node: fx.Node) -> Iterator[Use]:
+def uses_of(node: fx.Node) -> list[Use]:
     """The constants that a node multiplies by or looks up in."""
-    if node.op in ("call_function", "call_method"):
-        yield from observed_use(node.target, node.args, node.kwargs,
-                                lambda a: meta_of(a).get("alias") if isinstance(a, fx.Node) else None)
+    if node.op not in ("call_function", "call_method"):
+        return []
+    return list(observed_use(node.target, node.args, node.kwargs, lambda a: meta_of(a).get("alias") if isinstance(a, fx.Node) else None))
 
 
 class Overrides:
@@ -201,37 +202,19 @@ def _decide(session: Session, constant: Constant, uses: list[Target], default: S
         return "it holds NaN or infinity"
     if constant.dtype == torch.float64 and tensor.detach().abs().max() > torch.finfo(torch.float32).max:
         return "it holds numbers too large for a float32 scale"
-    size, single_row = stored_form(scheme, layout, constant.dtype)
+    try:
+        size, single_row = examined(scheme, layout, constant.dtype)
+    except SchemeError as error:
+        raise SchemeError(f"{constant.name}: {error}") from error
     if size > LEAST_SAVING * constant.bytes and not isinstance(scheme, Identity):
         return f"{scheme.name} would take {size} bytes in the place of {constant.bytes}"
     return Weight(constant, scheme, layout, uses, _buffer_names(session, constant, scheme), single_row)
 
 
-def with_scheme(session: Session, decision: Weight, scheme: Scheme) -> Weight:
-    """The same decision with another scheme."""
-    return dataclasses.replace(decision, scheme=scheme, buffers=_buffer_names(session, decision.constant, scheme),
-                               single_row=stored_form(scheme, decision.layout, decision.constant.dtype)[1])
-
-
-def stored_form(scheme: Scheme, layout: Layout, dtype: torch.dtype) -> tuple[int, frozenset[str]]:
-    """Bytes of the stored parts, and which of them have one row for all, found by packing two rows of zeros."""
-    parts = checked_parts(scheme, scheme.pack(torch.zeros(2, layout.columns, dtype=dtype, device="cpu")), 2)
-    single = frozenset(name for name, part in parts.items() if part.shape[0] == 1)
-    rows = {name: 1 if name in single else layout.rows for name in parts}
-    return sum(p[0].numel() * p.element_size() * rows[name] for name, p in parts.items()), single
-
-
-def checked_parts(scheme: Scheme, parts: Any, rows: int) -> dict[str, Tensor]:
-    """The parts that a scheme made, if they are what its ``parts`` say: tensors with ``rows`` rows, or one."""
-    if not isinstance(parts, Mapping) or set(parts) != set(scheme.parts):
-        made = sorted(parts) if isinstance(parts, Mapping) else type(parts).__name__
-        raise SchemeError(f"the scheme {scheme.name} says that its parts are {', '.join(scheme.parts)}, and pack gives {made}")
-    for name in scheme.parts:
-        part = parts[name]
-        if not isinstance(part, Tensor) or part.dim() < 1 or part.shape[0] not in (1, rows):
-            form = f"{tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
-            raise SchemeError(f"the scheme {scheme.name} packs {rows} rows to {name} {form}: a part has that many rows, or one")
-    return {name: parts[name] for name in scheme.parts}
+def with_scheme(session: Session, weight: Weight, scheme: Scheme) -> Weight:
+    """The same weight with another scheme."""
+    return dataclasses.replace(weight, scheme=scheme, buffers=_buffer_names(session, weight.constant, scheme),
+                               single_row=examined(scheme, weight.layout, weight.constant.dtype)[1])
 
 
 def held_weights(session: Session) -> dict[str, Weight]:
