@@ -2,16 +2,20 @@
 
     scale = max(|row|) / 127.5        codes = clamp(round(row / scale), -128, 127)        x @ w.T = (x @ codes.T) * scale
 
-The numbers are those of the scheme int8_rowwise_full; `quantize_graph` takes such weights as they are, codes and all.
+The numbers are those of the scheme int8_rowwise_full; `quantize_graph` takes such weights as they are, codes and all. What is
+written to such a tensor is quantized, row by row where it changes; so is what is written to a view of it (``w[0]``), which is shown
+as plain numbers. (Inside of ``torch.compile`` a view is a copy: write to the tensor itself there.)
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import ModelError
 from .ops.dequantize import dequantize
@@ -26,8 +30,8 @@ aten = torch.ops.aten
 class Int8SymmetricTensor(torch.Tensor):
     """A matrix [out, in] held as int8 ``codes`` and a float32 ``scale`` [out, 1]; ``transposed``: it is seen as [in, out].
 
-    linear, mm and addmm multiply with the codes; t, detach, clone and to keep them; any other operator dequantizes. Gradients
-    flow to the other operand. Works under ``torch.compile``.
+    linear, mm and addmm multiply with the codes; t, detach, clone and to keep them; any other operator dequantizes, and one that
+    writes quantizes again the rows that it changed. Gradients flow to the other operand. Works under ``torch.compile``.
 
     >>> weight = Int8SymmetricTensor.from_float(torch.randn(64, 32))
     >>> weight.codes.dtype, weight.scale.shape, (torch.randn(2, 5, 32) @ weight.t()).shape
@@ -61,6 +65,43 @@ class Int8SymmetricTensor(torch.Tensor):
         weight = dequantize(self.codes, self.scale, 8, 0, self.codes.shape[1], self.dtype)
         return weight.t() if self.transposed else weight
 
+    def _write(self, values: Tensor) -> None:
+        """Takes ``values`` on, in the codes. Rows keep their scale while their largest number stays, and numbers that stay their code."""
+        if values.shape != self.shape:
+            raise ModelError(f"an Int8SymmetricTensor of {tuple(self.shape)} cannot become {tuple(values.shape)} in place")
+        values, before = (t.t() if self.transposed else t for t in (values, self.dequantize()))
+        if type(values) is Tensor and not values.isfinite().all():
+            raise ModelError("NaN or infinity was to be written to an Int8SymmetricTensor, and no code stands for those")
+        if not values.numel():
+            return
+        kept = values.abs().amax(1, keepdim=True) == before.abs().amax(1, keepdim=True)
+        self.scale.copy_(torch.where(kept, self.scale, int8_rowwise_full.pack(values)["scale"]))
+        self.codes.copy_(torch.where(kept & (values == before), self.codes, int8_rowwise_full.pack(values, self.scale)["codes"]))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        values = self.detach().dequantize()
+        values[index] = value
+        self.copy_(values)
+
+    @property
+    def data(self) -> Tensor:
+        """The same codes, apart from autograd; what is assigned is quantized."""
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        new = values if isinstance(values, Int8SymmetricTensor) else Int8SymmetricTensor.from_float(values)
+        torch.Tensor.data.__set__(self, new)
+        self.codes, self.scale, self.transposed = new.codes, new.scale, new.transposed
+
+    def _use_count(self) -> int:
+        """How torch.utils.swap_tensors, by which Module.to converts a parameter, asks whether anything else refers to it.
+
+        What an output saved for its backward keeps the old numbers, as it should: swapping takes them along. With gradients a count
+        of 2 makes torch stop such a backward with an error; without them 1 is right (torch 2.13).
+        """
+        return min(super()._use_count(), 1 + self.requires_grad)        # type: ignore[misc]
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Int8SymmetricTensor(shape={tuple(self.shape)}, dtype={self.dtype}, codes=int8, scale={tuple(self.scale.shape)})"
 
@@ -82,11 +123,85 @@ class Int8SymmetricTensor(torch.Tensor):
         rule = _RULES.get(func)
         if rule is not None and (result := rule(*args, **kwargs)) is not NotImplemented:
             return result
-        plain = torch.utils._pytree.tree_map(lambda x: x.dequantize() if isinstance(x, cls) else x, (args, kwargs))
-        return func(*plain[0], **plain[1])
+        if (result := func.decompose(*args, **kwargs)) is not NotImplemented:         # in inference mode nothing else does it before
+            return result
+        shown = {id(x): (x, x.dequantize().contiguous()) for x in tree_leaves((args, kwargs)) if isinstance(x, cls)}
+        plain = tree_map(lambda x: shown[id(x)][1] if id(x) in shown else x, (args, kwargs))
+        result = func(*plain[0], **plain[1])
+        if func._schema.is_mutable:
+            for whole, values in (shown[id(x)] for x in _written(func, args, kwargs) if id(x) in shown):
+                whole._write(values)
+            whole_of = {id(values): whole for whole, values in shown.values()}
+            return tree_map(lambda x: whole_of.get(id(x), x), result)
+        for whole, values in shown.values() if func.is_view else ():
+            result = tree_map(_Source(whole, values, _version(whole)).shown, result)
+        return result
 
     def _like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Int8SymmetricTensor:
         return Int8SymmetricTensor(change(self.codes), change(self.scale), dtype or self.dtype, self.transposed)
+
+
+@dataclasses.dataclass
+class _Source:
+    """The numbers of a tensor for as long as views of them live; ``version`` is the tensor's when they were computed."""
+
+    whole: Int8SymmetricTensor
+    values: Tensor
+    version: int
+
+    def written(self) -> bool:
+        """Whether the tensor was written since; for one that counts no versions (of inference mode) it must be assumed."""
+        return self.version == -1 or self.version != _version(self.whole)
+
+    def refresh(self) -> None:
+        """Computes the numbers again if the tensor was written."""
+        if self.written():
+            self.values.copy_(self.whole.dequantize())
+            self.version = _version(self.whole)
+
+    def shown(self, view: Any) -> Any:
+        """A view of ``values``, so that writes to it are seen; anything else as it is."""
+        if type(view) is not Tensor or view.layout is not torch.strided \
+                or view.untyped_storage().data_ptr() != self.values.untyped_storage().data_ptr():
+            return view
+        new = view.as_subclass(_View)
+        new.source = self
+        return new
+
+
+class _View(torch.Tensor):
+    """Plain numbers that a view operator, such as select, shows of an `Int8SymmetricTensor`; what is written to them is kept there."""
+
+    source: _Source
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = {id(x): x for x in tree_leaves((args, kwargs or {})) if isinstance(x, cls)}
+        with torch._C.DisableTorchFunctionSubclass():
+            for x in views.values():
+                x.source.refresh()
+            plain = {i: x.as_subclass(Tensor) for i, x in views.items()}
+            args, kwargs = tree_map(lambda x: plain.get(id(x), x), (args, kwargs or {}))
+            result = func(*args, **kwargs)
+            for x in views.values():
+                if x.source.written():
+                    x.source.whole._write(x.source.values)
+                    x.source.version = _version(x.source.whole)
+            same = {id(plain[i]): x for i, x in views.items()}
+            for x in views.values():
+                result = tree_map(lambda r, x=x: same.get(id(r), x.source.shown(r)), result)
+        return result
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes."""
+    schema = func._schema.arguments
+    given = {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
+    return tree_leaves([given.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write])
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _is(value: Any) -> bool:
@@ -121,7 +236,7 @@ def _transpose(w: Int8SymmetricTensor, *dims: int) -> Any:
 def _to_copy(w: Int8SymmetricTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
-    return w._like(lambda t: t.to(device) if device is not None else t.clone(), dtype)
+    return w._like(lambda t: t.to(device, copy=True), dtype)
 
 
 def _view(w: Int8SymmetricTensor, shape: Any) -> Any:
@@ -130,17 +245,17 @@ def _view(w: Int8SymmetricTensor, shape: Any) -> Any:
 
 
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
-    if not _is(target):
+    if not _is(target) or not _is(source) or target.shape != source.shape or target.transposed != source.transposed:
         return NotImplemented
-    if not _is(source):
-        source = Int8SymmetricTensor.from_float(source.t() if target.transposed else source)
-    if source.transposed != target.transposed:
-        source = Int8SymmetricTensor.from_float(source.dequantize().t() if target.transposed else source.dequantize())
-    if source.codes.shape != target.codes.shape:
-        raise ModelError(f"codes of {tuple(source.codes.shape)} do not fit {tuple(target.codes.shape)}")
     target.codes.copy_(source.codes)
     target.scale.copy_(source.scale)
     return target
+
+
+def _empty_like(w: Int8SymmetricTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
+    if dtype is not None and not dtype.is_floating_point:
+        return NotImplemented
+    return w._like(lambda t: torch.empty_like(t, device=device), dtype)
 
 
 _RULES: dict[Any, Callable] = {
@@ -148,7 +263,6 @@ _RULES: dict[Any, Callable] = {
     aten.detach.default: lambda w: w._like(lambda t: t.detach()), aten.alias.default: lambda w: w._like(lambda t: t),
     aten.clone.default: lambda w, **_: w._like(lambda t: t.clone()), aten._to_copy.default: _to_copy, aten.view.default: _view,
     aten._unsafe_view.default: _view, aten.copy_.default: _copy,
-    aten.empty_like.default: lambda w, **_: w._like(torch.empty_like),
-    aten.zeros_like.default: lambda w, **_: w._like(torch.zeros_like),
+    aten.empty_like.default: _empty_like,
 }
 torch.serialization.add_safe_globals([Int8SymmetricTensor])        # torch.load's safe default takes them

@@ -110,7 +110,7 @@ class Observer(nn.Module):
             value = state_dict.get(prefix + name)
             if buffer is not None and isinstance(value, Tensor) and value.dim() <= 1 and name != "count":
                 self._buffers[name] = buffer.new_empty(value.shape)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[arg-type]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Observer:
         """The ranges stay float32, also in a model of another dtype: they follow to another device only."""

@@ -171,7 +171,10 @@ def _kernel_of(programs: Mapping[str, Program], target: Target, weight: Weight) 
     if operator in ("linear", "linear_dynamic", "linear_static", "embedding"):
         shape = shape_of(node.args[0])
         rows = math.prod(shape[:-1]) if shape is not None else 0
-        name = f"{name}/{kernel_for(operator, scheme.bits, scheme.group, weight.layout.columns, rows)}"       # type: ignore[attr-defined]
+        result = meta.get("value")                           # of x's dtype, or of a table's
+        floats = {} if result is None else {"dtype": result.dtype}
+        columns = weight.layout.columns
+        name = f"{name}/{kernel_for(operator, scheme.bits, scheme.group, columns, rows, **floats)}"
     return name, meta.get("unfused", "")
 
 
@@ -310,6 +313,9 @@ def report(model: nn.Module) -> Report:
     held = {f"{path}.{name}".lstrip(".") for path, m in model.named_modules(remove_duplicate=False)
             for name in vars(m).get("_inro_packed", {}) if m._parameters.get(name) is None}
     rows = [row for row in record.rows if row.weight in held]              # what was edited since is no row any more
+    known = {s.layer for s in record.skipped} | {n for row in rows for n in (row.weight, row.layer)}
+    put = [Skipped(name, tuple(p.shape), "it was put there after quantizing", p.numel() * p.element_size())
+           for name, p in model.named_parameters() if p.dim() >= 2 and name not in known]
     outside: Counter[str] = Counter()
     programs = []
     for path, module in model.named_modules():
@@ -317,7 +323,7 @@ def report(model: nn.Module) -> Report:
             for reason, count in module._inro_calls.items():
                 outside[f"{path}: {reason}" if path else reason] += count
             programs += [ProgramCalls(path, "further" if i else r.program.kind, r.calls) for i, r in enumerate(module._inro_runners)]
-    return Report(rows, record.skipped, record.float_bytes, stored_bytes(model), record.output_error, record.steps,
+    return Report(rows, [*record.skipped, *put], record.float_bytes, stored_bytes(model), record.output_error, record.steps,
                   record.regions, record.nodes, record.guards, dict(outside), programs)
 
 

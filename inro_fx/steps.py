@@ -9,7 +9,10 @@ user's modules take the codes as they are packed, one weight after the other, an
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -80,9 +83,19 @@ def options_of(model: nn.Module, scheme: Any, overrides: Any, capture: str = "au
     return Options(default, overriding, capture, inplace, fold_batchnorm, strict, tuple(passes))
 
 
+@functools.cache
+def _late_imports() -> None:
+    """Imports what torch imports at the first operator under one of its modes: there, decorated functions of torch keep the frames
+    that the import came from, and with them whatever model is being worked on; in a thread of its own there are none."""
+    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+    thread.start()
+    thread.join()
+
+
 @contextmanager
 def apart() -> Iterator[None]:
     """The modes of torch inside are those of plain inference, whatever the caller's are."""
+    _late_imports()
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 

@@ -2,6 +2,9 @@
 
 One row of `CARRIERS` is one operator under all the names it has in torch: a function, a tensor method, an ATen
 overload. To add an operator, add a row and a sample call in ``tests/test_carriers.py``.
+
+A second table, `ARITHMETIC`, says what may happen to a weight on its way there: a convolution whose weight is standardized
+carries it as well.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, fx
 
 from .constants import Alias
+from .program import meta_of, shape_of
 
-__all__ = ["CARRIERS", "Carrier", "Use", "carrier_of", "observed_use"]
+__all__ = ["ARITHMETIC", "CARRIERS", "LOOKUPS", "Carrier", "Use", "arithmetic_before", "carrier_of", "computed_uses",
+           "observed_use", "picked_use"]
 
 Axes = tuple[int, ...]
 
@@ -33,6 +39,14 @@ def _all_but_first(ndim: int, call: Mapping[str, Any]) -> Axes:
 
 def _all_but_second(ndim: int, call: Mapping[str, Any]) -> Axes:
     return (0, *range(2, ndim))
+
+
+def _indexed(ndim: int, call: Mapping[str, Any]) -> Axes | None:
+    """A lookup where a tensor or a list picks; numbers, slices and None make a view, which is no use."""
+    index = call.get("index")
+    items = index if isinstance(index, tuple) else (index,)
+    picks = any(shape_of(i) is not None if isinstance(i, fx.Node) else isinstance(i, (Tensor, list)) for i in items)
+    return _last(ndim, call) if picks else None
 
 
 def _einsum(position: int) -> Callable[[int, Mapping[str, Any]], Axes]:
@@ -61,16 +75,17 @@ def _tensordot(position: int) -> Callable[[int, Mapping[str, Any]], Axes]:
 
 @dataclasses.dataclass(frozen=True)
 class Carrier:
-    """One operator: its ``names``, its parameters in order, and for each that may be the weight, the axes summed over.
+    """One operator: its ``names``, its parameters in order, and for each that may be the weight, the axes summed over (None where
+    a call is no use of it).
 
-    ``activation`` is the parameter that a scheme may quantize beside the weight; ``fused`` names the operator of a scheme that computes
-    the whole call; ``listed``: the weight's parameter holds a list of weights (recurrent layers).
+    ``activation`` is the parameter that a scheme may quantize beside the weight; ``fused`` names the operator of a scheme that
+    computes the whole call; ``listed``: the weight's parameter holds a list of weights (recurrent layers).
     """
 
     op: str
     names: tuple[str, ...]
     parameters: tuple[str, ...]
-    weights: Mapping[str, Callable[[int, Mapping[str, Any]], Axes]]
+    weights: Mapping[str, Callable[[int, Mapping[str, Any]], Axes | None]]
     activation: str | None = None
     fused: str | None = None
     listed: bool = False
@@ -118,6 +133,8 @@ CARRIERS: tuple[Carrier, ...] = (
     Carrier("embedding", ("embedding",), ("weight", "indices"), {"weight": _last}, fused="embedding"),
     Carrier("embedding_bag", ("functional.embedding_bag",), ("input", "weight", "offsets", "max_norm"), {"weight": _last}),
     Carrier("embedding_bag", ("embedding_bag",), ("weight", "indices", "offsets"), {"weight": _last}),
+    Carrier("index", ("getitem", "__getitem__", "index"), ("input", "index"), {"input": _indexed}, fused="embedding"),
+    Carrier("index_select", ("index_select",), ("input", "dim", "index"), {"input": _last}, fused="embedding"),
     Carrier("lstm", ("lstm",), ("input", "hx", "params"), {"params": _last}, "input", listed=True),
     Carrier("gru", ("gru",), ("input", "hx", "params"), {"params": _last}, "input", listed=True),
     Carrier("rnn", ("rnn_tanh", "rnn_relu"), ("input", "hx", "params"), {"params": _last}, "input", listed=True),
@@ -125,13 +142,14 @@ CARRIERS: tuple[Carrier, ...] = (
     Carrier("gru_cell", ("gru_cell",), _CELL, {"w_ih": _last, "w_hh": _last}, "input"),
     Carrier("rnn_cell", ("rnn_tanh_cell", "rnn_relu_cell"), _CELL, {"w_ih": _last, "w_hh": _last}, "input"),
 )
+LOOKUPS = frozenset({"embedding", "embedding_bag", "index", "index_select"})          # they pick rows and multiply nothing
 _BY_NAME = {name: carrier for carrier in CARRIERS for name in carrier.names}
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
     """One weight of one call: the operator, its argument, the constant behind it, the constant's axes summed over, and where in the
-    constant's memory the argument begins."""
+    constant's memory the argument begins; ``computed``: arithmetic stands between the constant and the argument."""
 
     op: str
     operand: str
@@ -139,6 +157,7 @@ class Use:
     reduced: Axes
     groups: int = 1
     offset: int = 0
+    computed: bool = False
 
 
 def name_of_target(target: Any) -> str:
@@ -160,8 +179,32 @@ def carrier_of(target: Any) -> Carrier | None:
     return _BY_NAME.get(name_of_target(target))
 
 
-def observed_use(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alias_of: Callable[[Any], Alias | None]) -> Iterator[Use]:
+def observed_use(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                 alias_of: Callable[[Any], Alias | None]) -> Iterator[Use]:
     """The constants that a call multiplies by or looks up in; ``alias_of`` tells for an argument which constant it views."""
+    return _uses(target, args, kwargs, lambda value: tuple(a for a in (alias_of(value),) if a is not None))
+
+
+def picked_use(node: fx.Node, use: Use) -> Use:
+    """The use of a call of a graph: weights picked from a stack (experts) are laid out for the operator that multiplies by them."""
+    carrier = carrier_of(node.target)
+    call = carrier.bind(node.args, node.kwargs) if carrier is not None and use.op in LOOKUPS else {}
+    alias, shape = _alias(call.get(use.operand)), shape_of(node)
+    if alias is None or shape is None or len(alias.axes) < 3 or isinstance(call.get("index"), tuple) or call.get("dim", 0) != 0:
+        return use
+    picked = dataclasses.replace(alias, axes=((0,),) * (len(shape) - len(alias.axes) + 1) + alias.axes[1:])
+    after = (u for user in node.users for u in _uses(user.target, user.args, user.kwargs, lambda a: (picked,) if a is node else ()))
+    return dataclasses.replace(use, reduced=next(after, use).reduced)
+
+
+def computed_uses(node: fx.Node) -> Iterator[Use]:
+    """The constants that a call of a graph multiplies by or looks up in after some arithmetic between stored tensors alone."""
+    for use in _uses(node.target, node.args, node.kwargs, lambda value: () if _alias(value) else _flow(value, [MOST_STEPS]) or ()):
+        yield dataclasses.replace(use, computed=True)
+
+
+def _uses(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+          aliases_of: Callable[[Any], tuple[Alias, ...]]) -> Iterator[Use]:
     carrier = carrier_of(target)
     if carrier is None:
         return
@@ -169,10 +212,127 @@ def observed_use(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     for operand, axes in carrier.weights.items():
         values = call.get(operand)
         for index, value in enumerate(values if carrier.listed and isinstance(values, (list, tuple)) else (values,)):
-            alias = alias_of(value) if value is not None else None
-            if alias is None or len(alias.axes) < 2:
-                continue
-            reduced = {a for axis in axes(len(alias.axes), call) for a in alias.axes[axis]}
-            groups = call.get("groups", 1) if carrier.op.startswith("conv_transpose") else 1
-            yield Use(carrier.op, f"{operand}.{index}" if carrier.listed else operand, alias.constant,
-                      tuple(sorted(reduced)), groups if isinstance(groups, int) else 1, alias.offset)
+            for alias in aliases_of(value) if value is not None else ():
+                summed = axes(len(alias.axes), call) if len(alias.axes) > 1 else None
+                if summed is None:
+                    continue
+                reduced = {a for axis in summed for a in alias.axes[axis]}
+                groups = call.get("groups", 1) if carrier.op.startswith("conv_transpose") else 1
+                yield Use(carrier.op, f"{operand}.{index}" if carrier.listed else operand, alias.constant,
+                          tuple(sorted(reduced)), groups if isinstance(groups, int) else 1, alias.offset)
+
+
+# ---- weights that arithmetic changes on their way to an operator ----
+
+Flow = tuple[Alias, ...]            # the weights whose axes a value has; () for what depends on stored tensors, and has none's
+Found = Mapping[fx.Node, Flow]      # of the inputs of a node
+MOST_STEPS = 64                     # of arithmetic between a weight and its operator
+
+
+def _statistic(node: fx.Node, found: Found) -> Flow | None:
+    return ()
+
+
+def _of_statistics(node: fx.Node, found: Found) -> Flow | None:
+    """What enlarges small errors is harmless in a mean or a norm only."""
+    return None if any(found.values()) else ()
+
+
+def _kept(node: fx.Node, found: Found) -> Flow | None:
+    return tuple(alias for flow in found.values() for alias in flow if alias.shape == shape_of(node))
+
+
+def _divided(node: fx.Node, found: Found) -> Flow | None:
+    return None if any(found.get(a) for a in node.args[1:] if isinstance(a, fx.Node)) else _kept(node, found)
+
+
+def _power(node: fx.Node, found: Found) -> Flow | None:
+    exponent = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent")
+    return (_kept if isinstance(exponent, (int, float)) and exponent >= 1 else _of_statistics)(node, found)
+
+
+def _piece(node: fx.Node, found: Found) -> Flow | None:
+    return () if found.get(node.args[0]) == () else None          # type: ignore[arg-type]
+
+
+def _reshaped(node: fx.Node, found: Found) -> Flow | None:
+    shape = shape_of(node)
+    return None if shape is None else _moved(found, lambda t: t.view(shape))
+
+
+def _turned(node: fx.Node, found: Found) -> Flow | None:
+    name, args = name_of_target(node.target), node.args[1:]
+    if name == "getattr":
+        return _moved(found, lambda t: getattr(t, str(args[0]))) if args[0] in ("T", "mT") else None
+    return _moved(found, lambda t: getattr(t, name)(*args, **node.kwargs))
+
+
+def _moved(found: Found, view: Callable[[Tensor], Tensor]) -> Flow | None:
+    """The flow of a view: where its axes run is asked of a tensor without memory that is laid out like the alias."""
+    moved = []
+    for alias in next(iter(found.values())):
+        laid_out = torch.empty_strided(alias.shape, alias.strides, device="meta")
+        try:
+            seen = view(laid_out)
+        except (RuntimeError, TypeError, IndexError):
+            continue
+        axes = tuple(tuple(sorted({a for old, n, step in zip(alias.axes, alias.shape, alias.strides, strict=True)
+                                   if n > 1 and step <= s * (size - 1) and s < n * step for a in old}))
+                     for size, s in zip(seen.shape, seen.stride(), strict=True))
+        moved.append(dataclasses.replace(alias, axes=axes, shape=tuple(seen.shape), strides=tuple(seen.stride()), view=False))
+    return tuple(moved)
+
+
+_EFFECTS: Mapping[Callable[[fx.Node, Found], Flow | None], str] = {
+    _kept: "add sub rsub mul multiply neg abs square tanh sigmoid relu softmax clamp clamp_min normalize batch_norm layer_norm "
+           "group_norm instance_norm rms_norm _weight_norm to float double half bfloat16 type type_as clone contiguous detach",
+    _divided: "div divide truediv true_divide",
+    _power: "pow",
+    _statistic: "mean sum var std var_mean std_mean norm vector_norm linalg_norm linalg_vector_norm amax amin max min",
+    _of_statistics: "sqrt rsqrt reciprocal exp log maximum minimum expand expand_as",
+    _piece: "getitem",
+    _reshaped: "view reshape view_as reshape_as flatten unflatten unsqueeze squeeze",
+    _turned: "t transpose permute swapaxes getattr",
+}
+ARITHMETIC = {name: effect for effect, names in _EFFECTS.items() for name in names.split()}
+_LIKE = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})             # what else they take says the form only
+
+
+def _alias(value: Any) -> Alias | None:
+    return meta_of(value).get("alias") if isinstance(value, fx.Node) else None
+
+
+def _flow(node: Any, left: list[int]) -> Flow | None:
+    """The weights that a value is computed from, in at most ``left[0]`` steps of `ARITHMETIC`; None if anything else is in it."""
+    if not isinstance(node, fx.Node):
+        return None
+    alias = _alias(node)
+    if alias is not None or node.op == "get_attr":
+        return () if alias is None else (alias,)
+    name = name_of_target(node.target)
+    effect = ARITHMETIC.get(name, _statistic if name in _BY_NAME else None)
+    left[0] -= 1
+    if node.op not in ("call_function", "call_method") or effect is None or left[0] < 0:
+        return None
+    found: dict[fx.Node, Flow] = {}
+    for source in node.all_input_nodes[:1 if name in _LIKE else None]:
+        flow = _flow(source, left)
+        if flow is None:
+            return None
+        found[source] = flow
+    return effect(node, found) if found else None
+
+
+def arithmetic_before(node: fx.Node, use: Use) -> list[fx.Node]:
+    """The nodes between a constant and the call ``node`` that is a computed use of it."""
+    carrier = carrier_of(node.target)
+    between: dict[fx.Node, None] = {}
+    operand, _, index = use.operand.partition(".")
+    value = carrier.bind(node.args, node.kwargs)[operand] if carrier is not None else None
+    pending = [value[int(index)] if index else value]
+    while pending:
+        step = pending.pop()
+        if step not in between and step.op != "get_attr" and _alias(step) is None:
+            between[step] = None
+            pending.extend(step.all_input_nodes)
+    return list(between)

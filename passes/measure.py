@@ -222,7 +222,7 @@ def _isolating(session: Session, program: Program, errors: Mapping[Key, Errors],
             return
         for record, twin, constant in at[node.name]:
             if len(record.samples) < MOST_CALLS:
-                got = _main_tensor(_evaluated(module, twin, constant, env, floats, pack, len(at[node.name]) > 1))
+                got = _main_tensor(_Evaluation(module, constant, env, floats, pack, len(at[node.name]) > 1).of(twin))
                 if got is not None and got.shape == out.shape:
                     noise, signal = _squares(out, got)
                     record.noise, record.signal, record.calls = record.noise + noise, record.signal + signal, record.calls + 1
@@ -231,32 +231,40 @@ def _isolating(session: Session, program: Program, errors: Mapping[Key, Errors],
     return observe
 
 
-def _evaluated(module: nn.Module, node: fx.Node, constant: str, env: Mapping[fx.Node, Any], floats: Mapping[str, fx.Node], pack: Pack,
-               several: bool) -> Any:
+class _Evaluation:
     """A node of the quantized program on the float run's values, with the weight ``constant`` as its codes say.
 
     Where ``several`` weights meet in one operator, the others stay float. Values that the float run has are taken from there; what the
     quantized program has of its own is computed back to those.
     """
-    def value_of(n: fx.Node, own: bool = False) -> Any:
-        meta = meta_of(n)
+
+    def __init__(self, module: nn.Module, constant: str, env: Mapping[fx.Node, Any], floats: Mapping[str, fx.Node], pack: Pack,
+                 several: bool):
+        self.module, self.constant, self.env, self.floats, self.pack, self.several = module, constant, env, floats, pack, several
+
+    def of(self, node: fx.Node) -> Any:
+        """Raises `SchemeError` naming the weight where the program fails."""
+        try:
+            return evaluate(self.module, node, self.value_of)
+        except InroError:
+            raise
+        except Exception as error:
+            raise SchemeError(f"{self.constant}: its quantized form does not run ({meta_of(node).get('kernel', node.name)}: "
+                              f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]})") from error
+
+    def value_of(self, node: fx.Node) -> Any:
+        meta = meta_of(node)
         stored, view = meta.get("stored"), meta.get("alias", meta.get("pieces_of"))
         if stored is not None:
-            return pack(stored.constant)[stored.part]
-        twin = floats.get(meta.get("twin", ""))
-        of_weight = "unpacks" in meta or (view is not None and n.op != "placeholder")
-        if several and of_weight and view is not None and view.constant != constant and twin is not None and twin in env:
-            return env[twin]
-        if n.op == "get_attr" or of_weight or own or twin is None or twin not in env:
-            return evaluate(module, n, value_of)
-        return env[twin]
-    try:
-        return value_of(node, own=True)
-    except InroError:
-        raise
-    except Exception as error:
-        raise SchemeError(f"{constant}: its quantized form does not run ({meta_of(node).get('kernel', node.name)}: "
-                          f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]})") from error
+            return self.pack(stored.constant)[stored.part]
+        twin = self.floats.get(meta.get("twin", ""))
+        known = twin is not None and twin in self.env
+        of_weight = "unpacks" in meta or (view is not None and node.op != "placeholder")
+        if known and self.several and of_weight and view is not None and view.constant != self.constant:
+            return self.env[twin]          # type: ignore[index]
+        if node.op == "get_attr" or of_weight or not known:
+            return evaluate(self.module, node, self.value_of)
+        return self.env[twin]          # type: ignore[index]
 
 
 class _PythonUses(torch.overrides.TorchFunctionMode):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import inro_fx
-from inro_fx.kernels import KERNELS, LEVELS, Case, best_level, choose, linear_int8, unavailable
+from inro_fx.kernels import KERNELS, LEVELS, Case, best_level, choose, kernel_for, linear_int8, unavailable
 from inro_fx.kernels.choice import Choice
 from inro_fx.numerics import int8_matmul, pack_bits, quantize_rows, unscale
 
@@ -21,8 +21,8 @@ SIZES = st.one_of(st.integers(1, 80), st.sampled_from([128, 129, 255, 300]))
 
 
 def dynamic_reference(x, codes, scale, bias):
-    x_codes, x_scale = quantize_rows(x)
-    y = int8_matmul(x_codes, codes).float() * x_scale * scale.t()
+    x_codes, x_scale, undo = quantize_rows(x)
+    y = int8_matmul(x_codes, codes).float() * x_scale * scale.t() * undo
     return y if bias is None else y + bias
 
 
@@ -283,7 +283,7 @@ def test_the_kernels_read_nothing_that_is_not_there(wrong):
 
 CASES = [Case(*case) for case in itertools.product(
     ("linear", "linear_dynamic", "linear_static", "embedding", "dequantize"), ("cpu", "cuda"), ("float32", "bfloat16", "float64"),
-    (1, 4, 8, 16), (-1, 0, 7, 32), (0, 1, 64, 10**6), (8,), (0, 1, 3, 9, 10**6))]
+    (1, 4, 8, 16), (-1, 0, 7, 32, 10**9), (0, 1, 64, 10**6), (0, 1, 3, 9, 10**6))]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -300,13 +300,13 @@ def test_every_case_has_a_kernel_and_reasons_against_those_before_it():
         before = KERNELS[:KERNELS.index(choice.kernel)]
         assert list(choice.refused) == [kernel.name for kernel in before]
         assert all(choice.refused.values())
-    assert choose(Case("linear", "cuda", "float32", 8, 0, 64, 64, 1)) == Choice(KERNELS[-1], {"c": "runs on cpu only"})
+    assert choose(Case("linear", "cuda", "float32", 8, 0, 64, 1)) == Choice(KERNELS[-1], {"c": "runs on cpu only"})
 
 
 @needs_library
 def test_the_limits_of_the_kernels_in_c_are_told():
     def why(op="linear", dtype="float32", bits=8, group=0, columns=64, rows=1):
-        return choose(Case(op, "cpu", dtype, bits, group, columns, 8, rows)).refused
+        return choose(Case(op, "cpu", dtype, bits, group, columns, rows)).refused
     assert why() == why("embedding", rows=10**6) == {}
     assert why(dtype="float64") == {"c": "numbers that are not float32, bfloat16 or float16"}
     assert why(bits=16) == {"c": "codes that are not of 2 to 8 bits"}
@@ -339,7 +339,7 @@ def test_what_the_table_says_is_what_runs(dtype, columns, rows):
                   ("embedding", bits, group, (torch.zeros(rows, dtype=torch.int64), stored, scales, bits, group, columns, dtype)),
                   ("dequantize", bits, group, (stored, scales, bits, group, columns, dtype))]
     for op, bits, group, args in calls:
-        kernel = choose(Case(op, "cpu", name, bits, group, columns, 8, rows)).kernel.name
+        kernel = choose(Case(op, "cpu", name, bits, group, columns, rows)).kernel.name
         assert what_runs(op, *args) == kernel, (op, bits, group)
 
 
@@ -439,3 +439,110 @@ def test_halves_are_rounded_to_even(dtype, step):
     scale = (1 + step * torch.arange(128.0))[:, None]              # every other one lies half way between two numbers
     codes = torch.tensor([[1, -1, 2, -64] * 5], dtype=torch.int8).expand(128, 20).contiguous()
     assert torch.equal(torch.ops.inro_fx.dequantize(codes, scale, 8, 0, 20, dtype), (codes * scale).to(dtype))
+
+
+# ---- rows of extreme sizes ----
+
+EXTREME = [1e-44, 1e-38, 1e-36, 1e-34, 1e-30, 1e-28, 1e20, 1e28, 1e30, 1e36, 1e38]
+
+
+def of_size(x, size):
+    """Rows whose largest number is ``size``."""
+    return (x.double() / x.abs().amax(1, keepdim=True) * size).to(x.dtype)
+
+
+@needs_library
+@pytest.mark.parametrize("rows", [1, 3, 14, 100])
+@pytest.mark.parametrize("inner", [48, 77, 512])
+def test_extreme_rows_have_the_same_bits_at_every_level(rows, inner):
+    x, codes, scale, bias = operands(rows, inner, 37)
+    scale, bias = scale / 1e4, bias * 0
+    for size in EXTREME:
+        mixed = x.clone()
+        mixed[::2] = of_size(x[::2], size)
+        want = dynamic_reference(mixed, codes, scale, bias)
+        exact = mixed.double() @ (codes.double() * scale.double()).t()
+        assert (want - exact).norm() < 0.03 * exact.norm() + 1e-44 * want.numel()
+        assert torch.equal(torch.ops.inro_fx.linear_dynamic.reference(mixed, codes, scale, bias, inner), want)
+        for level, threads in itertools.product(range(best_level() + 1), (1, 3)):
+            assert torch.equal(linear_int8(mixed, codes, scale, bias, 1, level, threads), want)
+        for level in range(best_level() + 1):
+            got = linear_int8(mixed, codes, scale, bias, 2, level)
+            assert torch.equal(got, linear_int8(mixed, codes, scale, bias, 2, level, 3))
+            for rows_of in (slice(None, None, 2), slice(1, None, 2)):
+                assert (got[rows_of] - exact[rows_of]).norm() <= 2e-4 * exact[rows_of].norm() + 1e-44 * want.numel()
+
+
+@needs_library
+def test_ordinary_rows_know_nothing_of_extreme_ones_beside_them():
+    x, codes, scale, bias = operands(30, 64, 24)
+    for levels, level, size in itertools.product((1, 2), range(best_level() + 1), EXTREME):
+        mixed = x.clone()
+        mixed[::3] = of_size(x[::3], size)
+        mixed[1], mixed[4], mixed[7, 5] = 0, float("nan"), float("inf")
+        got = linear_int8(mixed, codes, scale, bias, levels, level)
+        assert torch.equal(got[1], bias)
+        assert got[4].isnan().all()
+        assert not got[7].isfinite().any()
+        assert torch.equal(got[10::3], linear_int8(x, codes, scale, bias, levels, level)[10::3])
+
+
+@needs_library
+@pytest.mark.parametrize("size", [1e-36, 0.1, 1e30, 1e35])
+@pytest.mark.parametrize("rows", [1, 5, 50])
+def test_fixed_scales_of_extreme_sizes(rows, size):
+    x, codes, scale, bias = operands(rows, 64, 24)
+    fixed = (torch.tensor([[size / 30]]), torch.tensor([[5]], dtype=torch.int32), codes.sum(1, keepdim=True, dtype=torch.int32))
+    scale, bias, x = scale / 1e3, bias * 0, of_size(x, size)
+    want = torch.ops.inro_fx.linear_static.reference(x, codes, scale, fixed[2], *fixed[:2], bias, 64)
+    exact = x.double() @ (codes.double() * scale.double()).t()
+    assert (want - exact).norm() < 0.05 * exact.norm()
+    for level in range(best_level() + 1):
+        assert torch.equal(linear_int8(x, codes, scale, bias, 1, level, fixed=fixed), want)
+
+
+RANGES = """if True:
+    import torch, inro_fx
+    torch.manual_seed(0)
+    for dtype, allowed in ((torch.float32, 2e-4), (torch.bfloat16, 1e-2)):
+        for scheme in ("int8", "int4", inro_fx.uniform(127, 32), inro_fx.uniform(3, 16), inro_fx.uniform(7, 7), inro_fx.uniform(50)):
+            small = inro_fx.quantize_graph(torch.nn.Linear(512, 24, bias=False).to(dtype), torch.randn(2, 512, dtype=dtype), scheme)
+            weight = small.weight.double()
+            for size in (1e-36, 1e-34, 1e-30, 1e25, 1e30, 1e36, 5e37):
+                for rows in (1, 2, 3, 130):
+                    x = torch.randn(rows, 512).clamp(-3, 3)
+                    x = torch.where(torch.arange(rows)[:, None] % 3 == 1, x, x * size).to(dtype)
+                    want = x.double() @ weight.t()
+                    error = ((small(x).double() - want).norm(dim=1) / want.norm(dim=1)).max()
+                    assert error < allowed, (dtype, scheme, size, rows, error)
+"""
+
+
+@pytest.mark.parametrize("setting", ["", "avx2", "portable", "off"])
+def test_every_way_has_the_range_of_floats(setting):
+    subprocess.run([sys.executable, "-W", "ignore", "-c", RANGES], check=True, env={**os.environ, "INRO_FX_KERNELS": setting}, timeout=300)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_a_group_of_more_columns_than_there_are_is_the_whole_row(rows, dtype):
+    x, codes, scale, bias = operands(rows, 64, 16)
+    x, bias = x.to(dtype), bias.to(dtype)
+    for bits, group in itertools.product((3, 4, 8), (64, 65, 10**9, 2**63 - 1)):
+        stored = pack_bits(codes >> 8 - bits, bits) if bits < 8 else codes
+        assert torch.equal(torch.ops.inro_fx.linear(x, stored, scale, bias, bits, group, 64), torch.ops.inro_fx.linear(x, stored, scale, bias, bits, 0, 64))
+        for op in ("dequantize", "embedding"):
+            ids = (torch.tensor([3, 0]),) if op == "embedding" else ()
+            call = getattr(torch.ops.inro_fx, op)
+            assert torch.equal(call(*ids, stored, scale, bits, group, 64, dtype), call(*ids, stored, scale, bits, 0, 64, dtype))
+        assert what_runs("linear", x, stored, scale, bias, bits, group, 64) == choose(Case("linear", "cpu", str(dtype)[6:], bits, group, 64, rows)).kernel.name
+
+
+@needs_library
+def test_the_dtype_decides_what_runs():
+    assert [kernel_for("linear", 8, 0, 64, 1, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)] == ["c", "c", "torch"]
+    for dtype, name in ((torch.float32, "c"), (torch.float64, "torch"), (torch.bfloat16, "c")):
+        model = torch.nn.Sequential(torch.nn.Embedding(10, 64), torch.nn.Linear(64, 8)).to(dtype)
+        rows = inro_fx.report(inro_fx.quantize_graph(model, torch.tensor([[1, 2]]))).rows
+        assert [row.kernel for row in rows] == [f"inro_fx.embedding/{name}", f"inro_fx.linear/{name}"]

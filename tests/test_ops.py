@@ -1,10 +1,13 @@
 """Operators: opcheck, every shape that occurs, gradients, dtypes."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import inro_fx
+from inro_fx.numerics import pack_bits
 from inro_fx.schemes import find_scheme
 
 SCHEMES = [inro_fx.uniform(127), inro_fx.uniform(7, 32), inro_fx.uniform(1000), inro_fx.uniform(7, "tensor")]
@@ -198,3 +201,41 @@ def test_a_replica_reads_its_own_tensors():
     replica._parameters = {"bias": torch.zeros(8)}
     replica._buffers = dict(small._buffers)
     assert torch.allclose(replica(x), small(x) - small.bias, atol=1e-5)
+
+
+def calls_of_every_operator():
+    x, codes, scale, bias = torch.ones(2, 8), torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1), torch.ones(4)
+    fixed = torch.ones(4, 1, dtype=torch.int32), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)
+    return {"linear": ((x, codes, scale, bias), (8, 0, 8)), "linear_dynamic": ((x, codes, scale, bias), (8,)), "linear_static": ((x, codes, scale, *fixed, bias), (8,)),
+            "embedding": ((torch.tensor([1, 2]), codes, scale), (8, 0, 8, torch.float32)), "dequantize": ((codes, scale), (8, 0, 8, torch.float32))}
+
+
+@pytest.mark.parametrize("overload", ["default", "inference", "reference"])
+@pytest.mark.parametrize("name", calls_of_every_operator())
+def test_tensors_on_several_devices_are_refused(name, overload):
+    tensors, rest = calls_of_every_operator()[name]
+    call = getattr(getattr(OPS, name), overload)
+    for some in itertools.product((False, True), repeat=len(tensors)):
+        moved = [t.to("meta") if meta else t for t, meta in zip(tensors, some, strict=True)]
+        if len(set(some)) == 1:
+            assert call(*moved, *rest).device.type == moved[0].device.type
+            continue
+        with pytest.raises(RuntimeError, match=f"inro_fx::{name} got tensors on several devices: cpu, meta"):
+            call(*moved, *rest)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [64, 65, 10**9, 2**63 - 1])
+def test_references_take_no_memory_for_columns_that_are_not_there(bits, group):
+    codes = torch.randint(-8, 8, (12, 64), dtype=torch.int8)
+    stored, x, ids = pack_bits(codes, bits) if bits < 8 else codes, torch.randn(3, 64), torch.tensor([3, 0])
+    for scale in (torch.rand(12, 1), torch.rand(1, 1)):
+        weight = codes * scale
+        assert torch.equal(OPS.dequantize.reference(stored, scale, bits, group, 64, torch.float32), weight)
+        assert torch.equal(OPS.embedding.reference(ids, stored, scale, bits, group, 64, torch.float32), weight[ids])
+        torch.testing.assert_close(OPS.linear.reference(x, stored, scale, None, bits, group, 64), x @ weight.t())
+    for wrong in (torch.rand(12, 2), torch.rand(12, 0)):
+        with pytest.raises(RuntimeError, match="groups"):
+            OPS.dequantize.reference(stored, wrong, bits, group, 64, torch.float32)
+    parts = inro_fx.uniform(7, group).pack(torch.randn(12, 64))
+    assert parts["scale"].shape == (12, 1)

@@ -330,7 +330,7 @@ def test_converting_leaves_the_prepared_model_as_it_is(options):
     assert [m.training for m in prepared.modules()] == [m.training for m in twin.modules()]
     assert torch.equal(prepared(x), twin(x))
     output, again = small(x), inro_fx.convert_graph(prepared)
-    assert type(again).__mro__ == type(small).__mro__
+    assert type(again).__mro__[1:] == type(small).__mro__[1:]
     assert not {t.data_ptr() for t in small.state_dict().values()} & {t.data_ptr() for t in prepared.state_dict().values()}
     for _ in range(3):                                                 # more data, or more training
         if options.get("qat"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from .binding import LEVELS, OPERATORS, best_level, refuse, unavailable
 
 __all__ = ["KERNELS", "Case", "Choice", "Kernel", "choose", "kernel_for", "kernels"]
@@ -12,7 +14,7 @@ __all__ = ["KERNELS", "Case", "Choice", "Kernel", "choose", "kernel_for", "kerne
 
 @dataclass(frozen=True)
 class Case:
-    """A call of ``torch.ops.inro_fx.<op>``: codes [out, columns], a scale for each ``group`` of columns (0: for the row)."""
+    """A call of ``torch.ops.inro_fx.<op>``: codes of so many columns, a scale for each ``group`` of them (0: for all)."""
 
     op: str
     device: str
@@ -20,7 +22,6 @@ class Case:
     bits: int
     group: int
     columns: int
-    out: int
     rows: int               # of x, or how many ids
 
 
@@ -50,7 +51,7 @@ KERNELS: tuple[Kernel, ...] = (
 def choose(case: Case) -> Choice:
     """The first kernel of the table that does not refuse.
 
-    >>> choose(Case("linear", "cpu", "float64", 8, 0, 64, 64, 1)).kernel.name
+    >>> choose(Case("linear", "cpu", "float64", 8, 0, 64, 1)).kernel.name
     'torch'
     """
     refused: dict[str, str] = {}
@@ -62,9 +63,13 @@ def choose(case: Case) -> Choice:
     raise LookupError(f"no kernel runs {case}: {refused}")
 
 
-def kernel_for(op: str, bits: int, group: int, columns: int, rows: int) -> str:
-    """The name of what runs this case in float32 on this CPU, for any number of outputs."""
-    return choose(Case(op, "cpu", "float32", bits, group, columns, columns, rows)).kernel.name
+def kernel_for(op: str, bits: int, group: int, columns: int, rows: int, *, dtype: torch.dtype = torch.float32) -> str:
+    """The name of what runs this case on this CPU, with floats of ``dtype``.
+
+    >>> kernel_for("linear", 8, 0, 64, 1, dtype=torch.float64)
+    'torch'
+    """
+    return choose(Case(op, "cpu", str(dtype).removeprefix("torch."), bits, group, columns, rows)).kernel.name
 
 
 def kernels() -> dict[str, str]:

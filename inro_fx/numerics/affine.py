@@ -4,7 +4,7 @@
     codes = clamp(round(w / scale), low, high)     round half to even, as torch.round
     w_hat = codes * scale
 
-Groups run along the columns; the last group of a row may be short.
+Groups run along the columns; the last group of a row may be short. A group of more columns than there are is the whole row.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def _work_dtype(dtype: torch.dtype, high: float) -> torch.dtype:
 def grouped(matrix: Tensor, group: int) -> Tensor:
     """[out, in] -> [out, groups, group], the last group filled up with zeros."""
     rows, columns = matrix.shape
+    group = min(group, max(columns, 1))
     groups = -(-columns // group) if columns else 0
     return torch.nn.functional.pad(matrix, (0, groups * group - columns)).reshape(rows, groups, group)
 
@@ -77,7 +78,7 @@ def expand(scale: Tensor, columns: int, group: int | None) -> Tensor:
     """[rows, groups] -> a tensor that broadcasts against [rows, columns]."""
     if not group or scale.shape[1] == 1:
         return scale
-    return scale.repeat_interleave(group, 1)[:, :columns]
+    return scale.repeat_interleave(min(group, columns), 1)[:, :columns]
 
 
 def unscale(codes: Tensor, scale: Tensor, group: int | None, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,9 @@ def reference(codes: Tensor, scale: Tensor, bits: int, group: int, columns: int,
         codes = unpack_bits(codes, bits, columns)
     if codes.shape[1] != columns:
         raise RuntimeError(f"codes of {codes.shape[1]} columns are no weights of {columns}")
+    groups = -(-columns // group) if group > 0 and columns else 1
+    if scale.shape[1] not in (1, groups):
+        raise RuntimeError(f"scales of {scale.shape[1]} groups are none of {columns} columns in groups of {group}")
     return unscale(codes, scale, group, dtype)
 
 

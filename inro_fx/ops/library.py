@@ -8,6 +8,7 @@ covers the case.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,17 @@ def check_dtypes(x: Tensor, bias: Tensor | None) -> None:
         raise RuntimeError(f"a linear with {x.dtype} inputs has a {bias.dtype} bias")
 
 
+def _on_one_device(name: str, fake: Callable) -> Callable:
+    """``fake`` with a refusal of tensors on several devices: one of them on meta brings a call here, whatever the others are."""
+    @functools.wraps(fake)
+    def checked(*args: Any, **kwargs: Any) -> Tensor:
+        devices = {str(a.device) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)}
+        if len(devices) > 1:
+            raise RuntimeError(f"inro_fx::{name} got tensors on several devices: {', '.join(sorted(devices))}")
+        return fake(*args, **kwargs)
+    return checked
+
+
 def define(schema: str, reference: Callable, fake: Callable, setup: Callable | None = None,
            backward: Callable | None = None, cpu: Callable | None = None) -> Any:
     """Registers ``inro_fx::<schema>`` and gives back the overload to call.
@@ -50,6 +62,7 @@ def define(schema: str, reference: Callable, fake: Callable, setup: Callable | N
     forward-mode differentiation raises NotImplementedError, and a captured model then runs the user's own forward.
     """
     name, _, signature = schema.partition("(")
+    fake = _on_one_device(name, fake)
     for overload in (name, f"{name}.inference", f"{name}.reference"):
         _library.define(f"{overload}({signature}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
         _library.impl(overload, reference, "CompositeExplicitAutograd")

@@ -1,8 +1,8 @@
 """inro_fx::linear_dynamic(x, codes, scale, bias, columns): x [..., columns] quantized per token, an exact int8 product.
 
 codes are int8 [out, in], scale float32 [out, 1] or [1, 1]. The two scales are applied in float32 to the int32 sums, so that
-half-precision models neither overflow nor lose small activations. The gradient is that of the linear with dequantized
-weights (straight through the rounding of x).
+half-precision models neither overflow nor lose small activations; rows of extreme sizes have a third factor, a power of two.
+The gradient is that of the linear with dequantized weights (straight through the rounding of x).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["linear_dynamic"]
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, columns: int) -> Tensor:
     check_dtypes(x, bias)
-    x_codes, x_scale = quantize_rows(as_rows(x))
-    y = int8_matmul(x_codes, codes).float().mul_(x_scale).mul_(scale.t())
+    x_codes, x_scale, undo = quantize_rows(as_rows(x))
+    y = int8_matmul(x_codes, codes).float().mul_(x_scale).mul_(scale.t()).mul_(undo)
     y = y if bias is None else y.add_(bias.float())
     return as_shape(y.to(x.dtype), (*x.shape[:-1], codes.shape[0]))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..numerics.products import int8_matmul
+from ..numerics.products import int8_matmul, lift_scale
 from .dequantize import reference as dequantize
 from .library import as_rows, as_shape, check_dtypes, define
 from .linear import fake
@@ -29,7 +29,8 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, sums: Tensor, input_scale
     flat = as_rows(x).float()
     rounded = ((flat / input_scale).round() + input_zero).clamp(-HIGHEST, HIGHEST)
     x_codes = rounded.nan_to_num(0.0).to(torch.int8)
-    y = (int8_matmul(x_codes, codes) - input_zero * sums.t()).float().mul_(input_scale).mul_(scale.t())
+    x_scale, undo = lift_scale(input_scale)
+    y = (int8_matmul(x_codes, codes) - input_zero * sums.t()).float().mul_(x_scale).mul_(scale.t()).mul_(undo)
     y = y if bias is None else y.add_(bias.float())
     y = torch.where(flat.isfinite().all(1, keepdim=True), y, torch.nan)
     return as_shape(y.to(x.dtype), (*x.shape[:-1], codes.shape[0]))

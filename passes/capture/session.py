@@ -57,7 +57,8 @@ class Session:
         self._paths: dict[int, str] = {id(module): path for path, module in self.root.named_modules()}
         self.constants: dict[str, Constant] = {**find_constants(self.root), **packed_constants(self.root)}
         self.packed = {f"{path}.{name}".lstrip("."): packed for path, module in self.root.named_modules(remove_duplicate=False)
-                       for name, packed in vars(module).get("_inro_packed", {}).items()}      # held as codes already
+                       for name, packed in vars(module).get("_inro_packed", {}).items()
+                       if module._parameters.get(name) is None}      # held as codes already
         self._tensors: dict[str, Tensor] = {}
         self._by_id: dict[int, str] = {}
         self._names: set[str] = set()

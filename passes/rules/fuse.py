@@ -6,16 +6,18 @@
     after     linear = inro_fx.linear(x, codes, scale, bias, ...)
 
 A linear may be spelled linear(x, w), x @ w, x @ w.t(), mm or addmm, and its weight may be rows of a larger one (the packed
-projections of attention). What is not fused stays unpack-then-operator, and says why in ``meta["unfused"]``.
+projections of attention); a lookup may be spelled embedding(ids, w), w[ids] or index_select. What is not fused stays
+unpack-then-operator, and says why in ``meta["unfused"]``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from ..carriers import Use, carrier_of
+from ..carriers import Use, arithmetic_before, carrier_of
 from ..constants import Alias
 from ..program import Context, Program, meta_of, shape_of
 from ..solve.plan import Weight, uses_of
@@ -33,6 +35,8 @@ def fuse(program: Program, context: Context) -> Program:
         for use in uses_of(node):
             if use.constant in context.weights:
                 meta_of(node).update(kernel=f"dequantize + {use.op}", unfused=reasons.get(node.name) or f"no rule fuses {use.op}")
+                for step in arithmetic_before(node, use) if use.computed else ():
+                    meta_of(step)["unpacks"] = use.constant
     return fused
 
 
@@ -123,17 +127,43 @@ def _refuse_embedding(match: Match, context: Context) -> str | None:
     alias = _whole(call[use.operand])
     if call.get("max_norm") is not None:
         return "max_norm changes the table"
-    if not weight.layout.plain or alias is None or alias.shape != weight.constant.shape or alias.axes != ((0,), (1,)):
+    if alias is None:
+        return "the table is computed from the weight"
+    if not weight.layout.plain or alias.shape != weight.constant.shape or alias.axes != ((0,), (1,)):
         return "the table is a part of another weight"
+    if call.get("dim", 0) not in (0, -2):
+        return "the lookup is along another axis than the first"
+    ids = _ids(call)
+    seen = meta_of(ids).get("value") if isinstance(ids, fx.Node) else None
+    if use.op in ("index", "index_select") and (seen is None or seen.dtype not in (torch.int64, torch.int32)):
+        return "the index is not one tensor of whole numbers"
+    if use.op == "index_select" and seen is not None and len(seen.shape) != 1:
+        return "index_select with one number as a tensor"
     return None if _constant_chain(call[use.operand]) else "the part of the table depends on the input"
+
+
+def _ids(call: dict[str, Any]) -> Any:
+    """What a lookup looks up: ``ids`` of embedding(ids, w), index_select(w, 0, ids), w[ids], w[ids, :] and w[ids, ...]."""
+    ids = next((call[name] for name in ("indices", "index") if name in call), call.get("input"))
+    whole = isinstance(ids, (tuple, list)) and all(i is ... or i is None or i == slice(None) for i in ids[1:])
+    return ids[0] if whole and ids and (type(ids) is not list and None not in ids[1:]) else ids
+
+
+def from_start(ids: Tensor, codes: Tensor, rows: int) -> Tensor:
+    """The row that each index means: indexing takes negative ones, counted from the end, and ones on another device."""
+    ids = ids.to(codes.device)
+    return torch.where(ids < 0, ids + rows, ids)
 
 
 def _fuse_embedding(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
     use, weight = _used(match.root, context)
     call = _call(match.root)
-    ids = call["indices"] if "indices" in call else call["input"]
+    ids = _ids(call)
     function, trailing = _operator(weight, "embedding")
     parts = _parts(graph, call[use.operand], weight, slice(None))
+    if use.op == "index":
+        given, ids = ids, graph.call_function(from_start, (ids, parts[0], weight.constant.shape[0]))
+        meta_of(ids).update(module=meta_of(match.root)["module"], value=meta_of(given)["value"])
     new = _fused(graph, function, (ids, *parts, *trailing, weight.layout.columns, weight.constant.dtype))
     meta_of(new)["weight_dtype"] = weight.constant.dtype
     return new

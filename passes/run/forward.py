@@ -160,10 +160,10 @@ def _install(module: Any, program: Program) -> Runner:
 def attach_program(module: nn.Module, program: Program | None, strict: bool = False, again: Any = None) -> None:
     """Makes ``module`` run ``program``, beside those that it has, wherever that covers the call; None: none yet."""
     if not has_part(module, GraphForward):
-        add_part(module, GraphForward)
         dtype = next((t.dtype for t in module.parameters() if t.is_floating_point()), torch.get_default_dtype())
         module.__dict__.update(_inro_runners=[], _inro_calls=Counter(), _inro_float_dtypes=(dtype, dtype), _inro_strict=strict,
                                _inro_again=again)
+        add_part(module, GraphForward)              # at last: whatever interrupts this leaves a module that runs
     if program is not None:
         _install(module, program)
 

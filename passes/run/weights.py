@@ -64,10 +64,10 @@ class UnpackedWeight(Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__name__", "") == "__set__" and type(args[0]) is cls:      # weight.data = value
-                if func is not Tensor.data.__set__:                                       # type: ignore[attr-defined]
+            if getattr(func, "__name__", "") == "__set__" and type(args[0]) is cls:
+                if getattr(func, "__self__", None) is not Tensor.data:
                     return func(*args, **kwargs)
-                weight, value = args
+                weight, value = args                                    # weight.data = value
                 if value.shape != weight.shape:
                     raise ModelError(f"a weight held as codes has shape {tuple(weight.shape)}, so data of {tuple(value.shape)} cannot be "
                                      f"put there: quantize the model again with the new weight")
@@ -75,7 +75,8 @@ class UnpackedWeight(Tensor):
                 return _write_back(weight)
             if func is Tensor.__deepcopy__:
                 return nn.Parameter(args[0].detach().as_subclass(Tensor).clone(), requires_grad=False)
-            versions = [(a, _version(a)) for a in (*args, *kwargs.values()) if type(a) is cls]
+            given = [b for a in (*args, *kwargs.values()) for b in (a if type(a) in (list, tuple) else (a,))]
+            versions = [(a, _version(a)) for a in given if type(a) is cls]
             result = func(*args, **kwargs)
             for argument, version in versions:
                 if _version(argument) != version or (version < 0 and _writes(getattr(func, "__name__", ""))):
@@ -133,9 +134,25 @@ class PackedWeights(Part):
             return getattr(holder, there)
         return super().__getattr__(name)
 
+    @classmethod
+    def compose(cls, user: type[Any], namespace: dict[str, Any]) -> tuple[type, ...]:
+        reset = getattr(user, "reset_parameters", None)
+        if reset is not None and "parameters" in getattr(getattr(reset, "__code__", None), "co_names", ()):
+            namespace["reset_parameters"] = _refuse_reset           # it would reach the float ones alone
+        return ()
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, UnpackedWeight) and value._inro_of[0] is self and value.shape == value._inro_of[2].shape:
+            return                                                  # ``weight += 1``: it was written to in place, and packed again
         self._refuse_change(name)
         super().__setattr__(name, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        if requires_grad and self.__dict__.get("_inro_packed"):
+            name = next(iter(self._inro_packed))
+            raise ModelError(f"{type(self).__name__}.{name} is held as codes, which no optimizer can train: leave the layer float, with "
+                             f"overrides={{...: None}}, or train it before, with prepare_graph(..., qat=True)")
+        return super().requires_grad_(requires_grad)
 
     def __delattr__(self, name: str) -> None:
         self._refuse_change(name)
@@ -166,6 +183,12 @@ class PackedWeights(Part):
         for packed in self._inro_packed.values():
             packed.dtype = mapped_dtype(packed.dtype, fn)
         return result
+
+
+def _refuse_reset(self: nn.Module) -> None:
+    """Stands in for a reset_parameters that goes through ``self.parameters()``."""
+    raise ModelError(f"{type(self).__name__} holds weights as codes, and reset_parameters would reach its biases alone: reset the float "
+                     f"model, and quantize it then")
 
 
 class FakeQuantizedWeights(Part):

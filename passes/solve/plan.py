@@ -1,7 +1,7 @@
 """From programs to a plan: which weights are quantized, with which scheme and layout, and why the others are not.
 
-Nothing is rewritten here. `plan` gives every weight of two or more dimensions exactly one fate: a `Weight` (with the `Target`s that use
-it) or a `Skip` with the reason that the report shows.
+Nothing is rewritten here. `plan` gives every weight of two or more dimensions exactly one fate: a `Weight` (with the `Target`s
+that use it) or a `Skip` with the reason that the report shows.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from ..capture.session import Session
-from ..carriers import CARRIERS, Use, name_of_target, observed_use
+from ..carriers import CARRIERS, LOOKUPS, Use, computed_uses, name_of_target, observed_use, picked_use
 from ..constants import Constant
 from ..failures import SchemeError
 from ..program import meta_of
@@ -88,6 +88,8 @@ def find_targets(session: Session) -> list[Target]:
     for path, capture in session.captures.items():
         for node in capture.graph.nodes:
             for use in uses_of(node):
+                if use.computed and not session.constants[use.constant].parameter:
+                    continue                                       # masks, and other tables that a weight is computed with
                 found.append(Target(path, node.name, meta_of(node).get("module", path), use))
     seen = {t.use.constant for t in found}
     for (path, constant, _), use in session.python_uses.items():
@@ -100,7 +102,8 @@ def uses_of(node: fx.Node) -> list[Use]:
     """The constants that a node multiplies by or looks up in."""
     if node.op not in ("call_function", "call_method"):
         return []
-    return list(observed_use(node.target, node.args, node.kwargs, lambda a: meta_of(a).get("alias") if isinstance(a, fx.Node) else None))
+    seen = observed_use(node.target, node.args, node.kwargs, lambda a: meta_of(a).get("alias") if isinstance(a, fx.Node) else None)
+    return [*(picked_use(node, use) for use in seen), *computed_uses(node)]
 
 
 class Overrides:
@@ -158,7 +161,7 @@ def plan(session: Session, targets: list[Target], default: Scheme, overrides: Ov
     skips = []
     for constant in dict.fromkeys(session.constants.values()):
         uses = by_constant.get(constant.name, [])
-        if not constant.parameter and not any(t.use.op not in ("embedding", "embedding_bag") for t in uses):
+        if not constant.parameter and not any(t.use.op not in LOOKUPS for t in uses):
             continue                                     # tables in buffers are not weights
         outcome = _decide(session, constant, uses, default, overrides) if uses else _why_unused(session, constant, users)
         if isinstance(outcome, Weight):
@@ -192,7 +195,7 @@ def _decide(session: Session, constant: Constant, uses: list[Target], default: S
         return "its own forward writes to it (such as an embedding with max_norm)"
     if constant.name in session.held_elsewhere:
         return "code holds it in an attribute as well, past the module that owns it"
-    first = min(uses, key=lambda t: t.use.op in ("embedding", "embedding_bag"))
+    first = min(uses, key=lambda t: t.use.op in LOOKUPS)
     layout = Layout.of(constant.shape, first.use.reduced, first.use.groups)
     tensor = session.tensor(constant.name)
     if 0 in constant.shape:
