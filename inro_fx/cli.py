@@ -1,12 +1,14 @@
-"""The command ``inro-fx``: demo, quantize, report, draw and bench, on any model that Python can import."""
+"""The command ``inro-fx``: demo, quantize, report, draw and bench, on any model that Python can import; show, on a saved file."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ from torch import nn
 
 from . import __version__
 from .api import quantize_graph
+from .atomic import refuse_unwritable, write_bytes
 from .benchmark import benchmark
-from .draw import draw
-from .errors import InputError, InroError, MissingTool, ModelError
-from .report import report
+from .draw import FORMATS, draw
+from .errors import FileError, InputError, InroError, MissingTool, ModelError
+from .load import _read
+from .manifest import record_of, shown
+from .report import Report, report
 from .save import save
 from .schemes import SCHEMES, uniform
 from .steps import CAPTURES
@@ -29,6 +34,7 @@ EXAMPLES = """examples:
   inro-fx demo
   inro-fx report mypackage.models:resnet --inputs 1x3x224x224
   inro-fx quantize mypackage.models:bert --inputs int:1x128 --scheme int8_dynamic --override pooler=none --out small/
+  inro-fx show small/model.safetensors
   inro-fx bench mypackage.models:bert --inputs int:1x128 --scheme int8_dynamic
   inro-fx draw mypackage.models:bert --inputs mypackage.models:example --out bert.svg
 """
@@ -40,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())
     try:
         options.run(options)
-    except InroError as error:
-        print(f"inro-fx: {error}", file=sys.stderr)
+    except (InroError, OSError) as error:
+        print(f"inro-fx: {_line(error)}", file=sys.stderr)
         return 2
     return 0
 
@@ -77,6 +83,11 @@ def _parser() -> argparse.ArgumentParser:
                              help=f"the {out.lower()} to write")
         _add_scheme(command)
         command.set_defaults(run=run)
+
+    show = commands.add_parser("show", help="print what a saved file holds, without a model",
+                               description="Print what a file that save or quantize wrote holds. It is checked as load checks it.")
+    show.add_argument("file", type=Path, metavar="FILE.safetensors")
+    show.set_defaults(run=_show)
     return parser
 
 
@@ -89,6 +100,7 @@ def _add_scheme(parser: argparse.ArgumentParser) -> None:
 
 def _demo(options: argparse.Namespace) -> None:
     from .demo import accuracy, load_digits_model
+    _refuse_folder(options.out)
     model, images, labels = load_digits_model()
     before = accuracy(model, images, labels)
     static = options.scheme == "int8_static"
@@ -101,42 +113,68 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _quantize(options: argparse.Namespace) -> None:
+    _refuse_folder(options.out)
     small = _quantized(options)
     print(report(small))
     _write_all(small, options.out)
     print(f"wrote {save(small, options.out / 'model.safetensors')}")
 
 
+REPORTS: Mapping[str, Callable[[Report], str]] = {
+    ".txt": str, ".json": Report.to_json, ".csv": Report.to_csv, ".md": Report.to_markdown}
+
+
 def _report(options: argparse.Namespace) -> None:
-    result = report(_quantized(options))
     if options.out is None:
-        print(result)
+        print(report(_quantized(options)))
         return
-    forms = {".txt": result.__str__, ".json": result.to_json, ".csv": result.to_csv, ".md": result.to_markdown}
-    if options.out.suffix not in forms:
-        raise InputError(f"{options.out.name}: a report ends in one of {', '.join(forms)}")
-    options.out.write_text(forms[options.out.suffix]().rstrip() + "\n", encoding="utf-8")
-    print(f"wrote {options.out}")
+    if options.out.suffix not in REPORTS:
+        raise InputError(f"{options.out.name}: a report ends in one of {', '.join(REPORTS)}")
+    refuse_unwritable(options.out)
+    print(f"wrote {_write(options.out, REPORTS[options.out.suffix](report(_quantized(options))))}")
 
 
 def _draw(options: argparse.Namespace) -> None:
+    if options.out.suffix in FORMATS:                   # draw itself says what is wrong with another
+        refuse_unwritable(options.out)
     print(f"wrote {draw(_quantized(options), options.out)}")
 
 
 def _bench(options: argparse.Namespace) -> None:
+    if options.out is not None:
+        refuse_unwritable(options.out)
     model, inputs = _model_and_inputs(options)
     timed = benchmark(model, _quantized(options, model, inputs), inputs)
     print(timed)
     if options.out is not None:
-        options.out.write_text(f"{timed}\n", encoding="utf-8")
+        _write(options.out, str(timed))
+
+
+def _show(options: argparse.Namespace) -> None:
+    if options.file.is_dir():
+        raise FileError(f"{options.file} is a folder: give the file that inro_fx.save wrote")
+    manifest, tensors = _read(options.file)
+    sizes = {n: t.numel() * t.element_size() for n, t in tensors.items()}
+    weights = {(w["holder"], *w["stored"]): w["scheme"] for w in manifest.weights}           # tied ones once
+    schemes = Counter(shown(manifest.schemes[i]["name"]) if i < len(manifest.schemes) else "unknown" for i in weights.values())
+    print(f"model         {shown(manifest.model)}\n"
+          f"made by       inro_fx {shown(manifest.inro_fx)}, torch {shown(manifest.torch)}; format {manifest.format_version}\n"
+          f"schemes       {', '.join(f'{name} ({count})' for name, count in schemes.items()) or 'none'}\n"
+          f"weights       {len(weights)} as codes, of {len(tensors)} tensors\n"
+          f"bytes         {sum(sizes.values()):,} of numbers, {options.file.stat().st_size:,} in all")
+    if "" in manifest.records:
+        record = record_of(manifest.records[""])
+        stored = sum(size for n, size in sizes.items() if manifest.tensors[n]["kind"] in ("parameter", "frozen", "buffer"))
+        totals = Report(record.rows, record.skipped, record.float_bytes, stored, record.output_error, record.steps, record.regions,
+                        record.nodes, record.guards, {}, [])._totals()
+        print("\nas quantized", *map(_harmless, "\n".join(totals).split("\n")), sep="\n")
 
 
 def _write_all(model: nn.Module, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     result = report(model)
-    for name, text in (("report.txt", str(result)), ("report.md", result.to_markdown()), ("report.json", result.to_json()),
-                       ("report.csv", result.to_csv())):
-        (folder / name).write_text(text.rstrip() + "\n", encoding="utf-8")
+    for ending, form in REPORTS.items():
+        _write(folder / f"report{ending}", form(result))
     drawings = ["graph.txt"]
     draw(model, folder / "graph.txt")
     try:
@@ -146,7 +184,27 @@ def _write_all(model: nn.Module, folder: Path) -> None:
         draw(model, folder / "graph.dot")
         drawings.append("graph.dot")
         print(f"(no graph.svg: {missing})")
-    print(f"wrote {folder}/: report.txt, report.md, report.json, report.csv, {', '.join(drawings)}")
+    print(f"wrote {folder}/: {', '.join(f'report{ending}' for ending in REPORTS)}, {', '.join(drawings)}")
+
+
+def _write(file: Path, text: str) -> Path:
+    return write_bytes(file, (text.rstrip() + "\n").encode())
+
+
+def _refuse_folder(folder: Path) -> None:
+    """Raises `OSError` now for a folder that cannot be made or written: before the work, not after it."""
+    there = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
+    refuse_unwritable(there / "model.safetensors")
+
+
+def _harmless(line: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def _line(error: Exception) -> str:
+    """What an exception says, in one line."""
+    return _harmless(" ".join(str(error).split())) or type(error).__name__
 
 
 # ---- what the arguments name ----
@@ -177,7 +235,7 @@ def _quantized(options: argparse.Namespace, model: Any = None, inputs: Any = Non
 
 
 def _scheme(text: str) -> Any:
-    return uniform(int(text)) if text.isdigit() else text
+    return uniform(int(text)) if text.isdecimal() else text
 
 
 def _lookup(spec: str) -> Any:
@@ -188,14 +246,28 @@ def _lookup(spec: str) -> Any:
         value: Any = importlib.import_module(module)
         for piece in name.split("."):
             value = getattr(value, piece)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"{spec} cannot be imported: {error}") from error
+    except Exception as error:                          # whatever the code of the module raises
+        raise InputError(f"{spec} cannot be imported: {_line(error)}") from error
     return value
+
+
+def _called(spec: str, function: Callable[[], Any]) -> Any:
+    """What the function that ``spec`` names returns. Raises `InputError` where it needs arguments or raises itself."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise InputError(f"{spec} is called without arguments, and it has {_line(error)}: name a function that needs none") from error
+    except ValueError:                                  # of a builtin nothing is known
+        pass
+    try:
+        return function()
+    except Exception as error:
+        raise InputError(f"{spec} raised {type(error).__name__}: {_line(error)}") from error
 
 
 def _model(spec: str) -> Any:
     value = _lookup(spec)
-    value = value if isinstance(value, nn.Module) else value() if callable(value) else value
+    value = _called(spec, value) if callable(value) and not isinstance(value, nn.Module) else value
     model = value[0] if isinstance(value, tuple) and len(value) == 2 else value
     if not isinstance(model, nn.Module):
         raise ModelError(f"{spec} gives {type(model).__name__}, not a torch.nn.Module (or a function that returns one)")
@@ -205,13 +277,15 @@ def _model(spec: str) -> Any:
 def _inputs(spec: str) -> Any:
     if spec.partition(":")[0] not in ("int", "float") and ":" in spec:
         value = _lookup(spec)
-        return value() if callable(value) and not isinstance(value, torch.Tensor) else value
+        return _called(spec, value) if callable(value) and not isinstance(value, torch.Tensor) else value
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for piece in spec.split(","):
         kind, _, shape = piece.rpartition(":")
         try:
             sizes = [int(n) for n in shape.split("x")]
+            if min(sizes) < 0:
+                raise ValueError
         except ValueError:
             raise InputError(f"--inputs {piece}: write a shape such as 1x3x224x224 or int:1x128") from None
         if kind not in ("", "float", "int"):

@@ -1,7 +1,8 @@
 """export_onnx: a quantized model as an ONNX file in which the weights stay integers.
 
-Weights of 8 or 16 bits with a scale per channel or per tensor become DequantizeLinear (the QDQ pattern that ONNX Runtime and
-others fuse), linears with quantized activations MatMulInteger. Codes below eight bits stay packed and are unpacked in the graph.
+Weights of at most 16 bits become DequantizeLinear (the QDQ pattern that ONNX Runtime and others fuse), with a scale per tensor, per
+channel or per block; codes of up to four bits are INT4 there, those of five to seven INT8. Linears with quantized activations become
+MatMulInteger. A table that is only looked up keeps codes below eight bits packed: the rows that were asked for are unpacked.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .atomic import write_bytes
 from .errors import MissingTool, ModelError
-from .numerics.bits import fields_of
+from .numerics.bits import fields_of, unpack_bits
 from .ops.dequantize import dequantize
 from .ops.embedding import embedding
 from .ops.linear import linear
@@ -32,7 +34,7 @@ from .passes.run.weights import PackedWeights
 
 __all__ = ["export_onnx"]
 
-OPSET = 21                 # the first with DequantizeLinear of 16-bit integers
+OPSET = 21                 # the first with DequantizeLinear of 4-bit and 16-bit integers, and of blocks
 MOST_BYTES = 2**31 - 1     # of one protobuf message
 FLOAT, UINT8, INT8, INT16, INT32, DOUBLE = 1, 2, 3, 5, 6, 11        # ONNX's numbers of dtypes
 
@@ -40,8 +42,9 @@ FLOAT, UINT8, INT8, INT16, INT32, DOUBLE = 1, 2, 3, 5, 6, 11        # ONNX's num
 def export_onnx(model: nn.Module, example_inputs: Any, path: str | os.PathLike[str]) -> Path:
     """Writes a quantized model to an ONNX file (opset 21); returns its path.
 
-    ``example_inputs`` as for `quantize_graph`; every dimension stays dynamic that ``torch.export`` can keep so. Needs the
-    packages onnx and onnxscript (``pip install onnx onnxscript``).
+    ``example_inputs`` as for `quantize_graph`; every dimension stays dynamic that ``torch.export`` can keep so, under the name
+    ``<input>_dim_<number>``. Where that is not so of the first one, a UserWarning says it. A branch on
+    ``torch.onnx.is_in_onnx_export()`` is taken. Needs the packages onnx and onnxscript (``pip install onnx onnxscript``).
 
     Raises `MissingTool` without onnxscript, and `ModelError` for a model that was not quantized, that ``torch.export`` or
     the ONNX exporter does not take (the message says why), or that is larger than one ONNX file can be (2 GiB).
@@ -52,19 +55,18 @@ def export_onnx(model: nn.Module, example_inputs: Any, path: str | os.PathLike[s
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingTool(f"export_onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    args, kwargs = Example.of(example_inputs).fresh()
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     try:
         logger.setLevel(logging.ERROR)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")                     # of torch about its own future
-            program = _exported(model, args, kwargs).run_decompositions(_decompositions())
-            onnx_program = torch.onnx.export(program, args, kwargs=kwargs, opset_version=OPSET, verbose=False, optimize=False,
+            program, fixed = _for_any_rows(model, Example.of(example_inputs))
+            _unpack(program)
+            onnx_program = torch.onnx.export(program, opset_version=OPSET, verbose=False, optimize=False,
                                              custom_translation_table=_translations())
             assert onnx_program is not None
-            from onnxscript.optimizer import optimize_ir
-            optimize_ir(onnx_program.model, should_fold=lambda node: False if any(map(_is_codes, node.inputs)) else None)
+            _finish(onnx_program.model)
     except Exception as error:
         raise ModelError(f"the model cannot be exported to ONNX: {_innermost(error)}") from error
     finally:
@@ -72,12 +74,9 @@ def export_onnx(model: nn.Module, example_inputs: Any, path: str | os.PathLike[s
     data = onnx_program.model_proto
     if (size := data.ByteSize()) > MOST_BYTES:
         raise ModelError(f"the model takes {size} bytes, and one ONNX file holds at most {MOST_BYTES}")
+    if fixed:
+        warnings.warn(fixed, UserWarning, stacklevel=2)
     return write_bytes(file, data.SerializeToString())
-
-
-def _is_codes(value: Any) -> bool:
-    """Integers of the model, which constant folding would turn into floats."""
-    return value is not None and value.is_initializer() and value.dtype in (UINT8, INT8, INT16, INT32)
 
 
 def _innermost(error: BaseException) -> str:
@@ -87,37 +86,86 @@ def _innermost(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
+# ---- torch.export ----
+
+def _for_any_rows(model: nn.Module, example: Example) -> tuple[torch.export.ExportedProgram, str]:
+    """The model as a program, and what to say where it takes no other number of rows than the example has.
+
+    torch.export makes a constant of a size of 1. Two rows are shown to it then, and the program for them is taken where it consists
+    of the same operators: a forward may ask whether there is one row.
+    """
+    program = _exported(model, *example.fresh())
+    rows = next((x.shape[0] for x in tree_leaves((example.args, example.kwargs)) if isinstance(x, Tensor) and x.dim() > 1), 0)
+    why = "torch.export makes a constant of that number"
+    if rows == 1:
+        try:
+            doubled = _exported(model, *tree_map(_two_rows, example.fresh()))
+            if _operators(doubled) == _operators(program):
+                program = doubled
+            else:
+                why = "the model computes something else with two rows"
+        except Exception as error:
+            why = f"with two rows the model cannot be exported ({_innermost(error)})"
+    if not rows or not _fixes_rows(program):
+        return program, ""
+    return program, f"the ONNX file takes {rows} {'row' if rows == 1 else 'rows'} only, as many as the example inputs have: {why}"
+
+
+def _two_rows(x: Any) -> Any:
+    return torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == 1 else x
+
+
+def _operators(program: torch.export.ExportedProgram) -> list[tuple[Any, int]]:
+    """Each operator on tensors with the rank of its result."""
+    return [(node.target, node.meta["val"].dim()) for node in program.graph.nodes
+            if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)]
+
+
+def _fixes_rows(program: torch.export.ExportedProgram) -> bool:
+    inputs = [node.meta["val"] for node in program.graph.nodes if node.name in program.graph_signature.user_inputs]
+    return isinstance(next(x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim() > 1), int)
+
+
 def _exported(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+    from torch.onnx._internal.exporter._flags import set_onnx_exporting_flag      # what is_in_onnx_export() asks
     def dynamic(x: Any) -> Any:
         return dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) if isinstance(x, Tensor) else None
     shapes = (tree_map(dynamic, args), tree_map(dynamic, kwargs))
-    return torch.export.export(model, args, kwargs, strict=False,
-                               dynamic_shapes={**_by_name(model, shapes[0]), **shapes[1]} if kwargs else shapes[0])
+    return set_onnx_exporting_flag(torch.export.export)(
+        model, args, kwargs, strict=False, dynamic_shapes={**_by_name(model, shapes[0]), **shapes[1]} if kwargs else shapes[0])
 
 
 def _by_name(model: nn.Module, shapes: tuple) -> dict[str, Any]:
     return dict(zip(inspect.signature(model.forward).parameters, shapes, strict=False))
 
 
-# ---- our operators: some become torch's before the translation, the rest have one of their own ----
+# ---- our operators ----
 
-def _overloads(table: dict[Any, Any]) -> dict[Any, Any]:
-    """The same for the overloads that torch.export may leave of an operator."""
-    return {overload: f for operator, f in table.items() for overload in (operator, operator.overloadpacket.inference)}
-
-
-def _linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int, columns: int) -> Tensor:
-    return torch.nn.functional.linear(x, dequantize(codes, scale, bits, group, columns, x.dtype), bias)
+def _overloads(operator: Any) -> tuple[Any, Any]:
+    """Those of an operator that torch.export may leave in a program."""
+    return operator, operator.overloadpacket.inference
 
 
-def _embedding(ids: Tensor, codes: Tensor, scale: Tensor, bits: int, group: int, columns: int, dtype: torch.dtype) -> Tensor:
-    flat = ids.reshape(-1)
-    rows = scale if scale.shape[0] == 1 and codes.shape[0] != 1 else scale.index_select(0, flat)
-    return dequantize(codes.index_select(0, flat), rows, bits, group, columns, dtype).reshape(*ids.shape, columns)
+def _unpack(program: torch.export.ExportedProgram) -> None:
+    """Makes int8 of packed codes that are used as a whole, which `_narrow` can shrink; those that are only looked up stay packed."""
+    signature = program.graph_signature
+    names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    whole, ours = {*_overloads(dequantize), *_overloads(linear)}, {*_overloads(dequantize), *_overloads(linear), *_overloads(embedding)}
+    for node in program.graph.nodes:
+        if node.name not in names or not node.users or any(user.target not in ours for user in node.users):
+            continue
+        calls = [_arguments(user) for user in node.users]
+        if any(call["codes"] is not node or call["bits"] >= 8 for call in calls) or not any(u.target in whole for u in node.users):
+            continue
+        tensors = program.state_dict if names[node.name] in program.state_dict else program.constants
+        codes = unpack_bits(tensors[names[node.name]], calls[0]["bits"], calls[0]["columns"])
+        tensors[names[node.name]] = codes
+        node.meta["val"] = node.meta["val"].new_empty(codes.shape, dtype=codes.dtype)
 
 
-def _decompositions() -> dict[Any, Callable]:
-    return _overloads({linear: _linear, embedding: _embedding})
+def _arguments(node: torch.fx.Node) -> dict[str, Any]:
+    schema: Any = node.target
+    return {**dict(zip((a.name for a in schema._schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
 def _translations() -> dict[Any, Callable]:
@@ -127,8 +175,11 @@ def _translations() -> dict[Any, Callable]:
     def ints(*values: int) -> Any:
         return op.Constant(value_ints=list(values))
 
+    def scalar(value: int) -> Any:
+        return op.Cast(op.Constant(value_int=value), to=INT32)
+
     def unpacked(codes: Any, bits: int, columns: int) -> Any:
-        """The inverse of `pack_bits`: uint8 [rows, bytes] -> int32 [rows, columns]."""
+        """The inverse of `pack_bits`: uint8 [rows, bytes] -> int8 [rows, columns]."""
         whole, start = None, 0
         for width, shift in fields_of(bits):
             per_byte = 8 // width
@@ -136,27 +187,41 @@ def _translations() -> dict[Any, Callable]:
             byte = op.Cast(op.Slice(codes, ints(start), ints(start + count), ints(1)), to=INT32)
             pieces = [op.Unsqueeze(op.Mod(op.Div(byte, scalar(1 << width * i)), scalar(1 << width)), ints(2))
                       for i in range(per_byte)]
-            field = op.Reshape(op.Concat(*pieces, axis=2), ints(0, count * per_byte)) if per_byte > 1 else byte
+            field = op.Reshape(op.Concat(*pieces, axis=2), ints(-1, count * per_byte))
             field = op.Mul(op.Slice(field, ints(0), ints(columns), ints(1)), scalar(1 << shift))
             whole, start = field if whole is None else op.Add(whole, field), start + count
-        return op.Sub(whole, scalar(1 << bits - 1))
+        return op.Cast(op.Sub(whole, scalar(1 << bits - 1)), to=INT8)
 
-    def scalar(value: int) -> Any:
-        return op.Cast(op.Constant(value_int=value), to=INT32)
+    def floats(codes: Any, scale: Any, bits: int, group: int, columns: int, shared: bool) -> Any:
+        """[rows, columns] float32, or float64 of codes that have more than 16 bits. ``shared``: one scale serves all rows."""
+        blocks = 0 < group < columns
+        if bits <= 16:
+            if blocks:
+                return op.DequantizeLinear(codes, scale, axis=1, block_size=group)
+            return op.DequantizeLinear(codes, op.Reshape(scale, op.Constant(value_ints=[] if shared else [-1])), axis=0)
+        if blocks:                                              # [rows, groups] -> [rows, columns]
+            scale = op.Reshape(op.Expand(op.Unsqueeze(scale, ints(2)), ints(1, 1, group)), ints(-1, -(-columns // group) * group))
+            scale = op.Slice(scale, ints(0), ints(columns), ints(1))
+        return op.Mul(op.Cast(codes, to=DOUBLE), op.Cast(scale, to=DOUBLE))
 
     def onnx_dequantize(codes: Any, scale: Any, bits: int, group: int, columns: int, dtype: int) -> Any:
-        if bits in (8, 16) and not group:
-            one = scale.shape[0] == 1 and codes.shape[0] != 1
-            flat = op.Reshape(scale, op.Constant(value_ints=[] if one else [-1]))
-            weight = op.DequantizeLinear(codes, flat, axis=0)
-            return weight if dtype == FLOAT else op.Cast(weight, to=dtype)
-        wide = DOUBLE if bits > 16 else FLOAT
-        if group:                                               # [rows, groups] -> [rows, columns]
-            groups = -(-columns // group)
-            scale = op.Expand(op.Unsqueeze(scale, ints(2)), ints(1, 1, group))
-            scale = op.Slice(op.Reshape(scale, ints(0, groups * group)), ints(0), ints(columns), ints(1))
-        integers = unpacked(codes, bits, columns) if bits < 8 else codes
-        return op.Cast(op.Mul(op.Cast(integers, to=wide), op.Cast(scale, to=wide)), to=dtype)
+        shared = scale.shape[0] == 1 and codes.shape[0] != 1
+        weight = floats(unpacked(codes, bits, columns) if codes.dtype == UINT8 else codes, scale, bits, group, columns, shared)
+        return weight if dtype == FLOAT and bits <= 16 else op.Cast(weight, to=dtype)
+
+    def onnx_linear(x: Any, codes: Any, scale: Any, bias: Any, bits: int, group: int, columns: int) -> Any:
+        y = op.MatMul(x, op.Transpose(onnx_dequantize(codes, scale, bits, group, columns, x.dtype), perm=[1, 0]))
+        return y if bias is None else op.Add(y, bias)
+
+    def onnx_embedding(ids: Any, codes: Any, scale: Any, bits: int, group: int, columns: int, dtype: int) -> Any:
+        if codes.dtype == INT8 and bits < 8:                    # used as a whole, too; and Gather takes no INT4
+            return op.Gather(onnx_dequantize(codes, scale, bits, group, columns, dtype), ids)
+        flat = op.Reshape(ids, ints(-1))
+        shared = scale.shape[0] == 1 and codes.shape[0] != 1
+        rows = op.Gather(codes, flat)
+        rows = unpacked(rows, bits, columns) if codes.dtype == UINT8 else rows
+        table = floats(rows, scale if shared else op.Gather(scale, flat), bits, group, columns, shared)
+        return op.Cast(op.Reshape(table, op.Concat(op.Shape(ids), ints(columns), axis=0)), to=dtype)
 
     def onnx_linear_dynamic(x: Any, codes: Any, scale: Any, bias: Any, columns: int) -> Any:
         wide = op.Cast(x, to=FLOAT)
@@ -178,4 +243,57 @@ def _translations() -> dict[Any, Callable]:
         exact = op.Sub(product, op.Mul(input_zero, op.Transpose(sums, perm=[1, 0])))
         y = op.Mul(op.Mul(op.Cast(exact, to=FLOAT), input_scale), op.Transpose(scale, perm=[1, 0]))
         return op.CastLike(y if bias is None else op.Add(y, op.Cast(bias, to=FLOAT)), x)
-    return _overloads({dequantize: onnx_dequantize, linear_dynamic: onnx_linear_dynamic, linear_static: onnx_linear_static})
+
+    table = {dequantize: onnx_dequantize, linear: onnx_linear, embedding: onnx_embedding,
+             linear_dynamic: onnx_linear_dynamic, linear_static: onnx_linear_static}
+    return {overload: translation for operator, translation in table.items() for overload in _overloads(operator)}
+
+
+# ---- the ONNX graph ----
+
+def _finish(model: Any) -> None:
+    """Folds constants other than ours, and gives codes and dimensions their last form.
+
+    onnxscript's ``optimize_ir`` is not used: its rewriting takes minutes where the folding takes a second, and ONNX Runtime does the like.
+    """
+    from onnx_ir.passes import Sequential, common
+    from onnxscript.optimizer import fold_constants_ir
+    common.InlinePass()(model)
+    fold_constants_ir(model, should_fold=lambda node: False if node.op_type == "Expand" or any(map(_is_codes, node.inputs)) else None)
+    _narrow(model)
+    _name_dimensions(model)
+    Sequential(common.RemoveUnusedNodesPass(), common.RemoveUnusedFunctionsPass(), common.RemoveUnusedOpsetsPass(),
+               common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0), common.DeduplicateInitializersPass(),
+               common.CommonSubexpressionEliminationPass(), common.ClearMetadataAndDocStringPass(), common.NameFixPass())(model)
+
+
+def _is_codes(value: Any) -> bool:
+    """Integers of the model, which constant folding would turn into floats."""
+    return value is not None and value.is_initializer() and value.dtype in (UINT8, INT8, INT16, INT32)
+
+
+def _narrow(model: Any) -> None:
+    """int8 initializers that are only dequantized become INT4 where four bits hold all of their codes."""
+    import onnx_ir
+    for value in model.graph.initializers.values():
+        if value.dtype != INT8 or any(use.node.op_type != "DequantizeLinear" for use in value.uses()):
+            continue
+        codes = value.const_value.numpy()
+        if codes.size and codes.min() >= -8 and codes.max() <= 7:
+            value.const_value = onnx_ir.tensor(codes, dtype=onnx_ir.DataType.INT4, name=value.name)
+            value.dtype = onnx_ir.DataType.INT4
+
+
+def _name_dimensions(model: Any) -> None:
+    """Calls torch's symbols s0, s1, ... by the first input and dimension that they stand at, in all shapes of the graph."""
+    import onnx_ir
+    names: dict[str, str] = {}
+    for value in model.graph.inputs:
+        for index, size in enumerate(value.shape or ()):
+            if not isinstance(size, int):
+                names.setdefault(size.value, f"{value.name}_dim_{index}")
+    values = [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]
+    for value in values:
+        for index, size in enumerate(value.shape or ()):
+            if not isinstance(size, int) and size.value is not None:
+                value.shape[index] = onnx_ir.SymbolicDim(re.sub(r"\w+", lambda m: names.get(m[0], m[0]), size.value))

@@ -252,7 +252,7 @@ def _power(node: fx.Node, found: Found) -> Flow | None:
 
 
 def _piece(node: fx.Node, found: Found) -> Flow | None:
-    return () if found.get(node.args[0]) == () else None          # type: ignore[arg-type]
+    return () if found.get(node.args[0]) == () else None
 
 
 def _reshaped(node: fx.Node, found: Found) -> Flow | None:

@@ -513,8 +513,8 @@ RANGES = """if True:
                     x = torch.randn(rows, 512).clamp(-3, 3)
                     x = torch.where(torch.arange(rows)[:, None] % 3 == 1, x, x * size).to(dtype)
                     want = x.double() @ weight.t()
-                    error = ((small(x).double() - want).norm(dim=1) / want.norm(dim=1)).max()
-                    assert error < allowed, (dtype, scheme, size, rows, error)
+                    error, floats = (((y.double() - want).norm(dim=1) / want.norm(dim=1)).max() for y in (small(x), x @ small.weight.t()))
+                    assert error < max(allowed, 1.01 * floats), (dtype, scheme, size, rows, error)       # torch's bfloat16 has no denormals
 """
 
 

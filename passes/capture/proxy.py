@@ -54,6 +54,32 @@ class _Seen(Tensor, fx.Proxy):
     """The class that a traced tensor says it is: a tensor, and for code that asks whether it is traced, a proxy of torch.fx."""
 
 
+class _Over:
+    """The tracer of proxies whose trace is over: a cache of the user's code that nobody can look into may still hold some. They are the
+    example's values then, as they would be had nobody traced."""
+
+    facts: set[str] = set()
+
+    class listener:                            # noqa: N801 - stands in for one
+        calling = ""
+
+    def create(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = examples(args), examples(kwargs)
+        return target(*args, **kwargs) if kind == "call_function" else getattr(args[0], target)(*args[1:], **kwargs)
+
+    def size(self, tensor: Any, dim: Any = None) -> Any:
+        return tensor.example.size() if dim is None else tensor.example.size(dim)
+
+    def ask(self, tensor: Any, fact: str) -> None:
+        """Nobody needs to know."""
+
+    def guard(self, number: Any, kind: Any, frame: Any = None) -> None:
+        """Nothing depends on it any more."""
+
+
+OVER: Any = _Over()
+
+
 # ---- tensors ----
 
 FACTS = {"dtype": "dtype", "device": "device", "layout": "", "is_cuda": "device", "is_cpu": "device", "is_meta": "device",
@@ -93,7 +119,7 @@ class TensorProxy(Tensor):
                                             dtype=example.dtype, device=example.device, requires_grad=False)
         new.__dict__.update(node=node, tracer=tracer, example=example, static=static, open_rank=open_rank,
                             fixed_last=fixed_last or static, by_values=by_values, wants_grad=wants_grad, _is_param=isinstance(example, torch.nn.Parameter))
-        tracer.made.append(new)      # type: ignore[arg-type]
+        tracer.made.append(new)
         return new      # type: ignore[return-value]
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -105,6 +131,8 @@ class TensorProxy(Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer = active()
         if tracer is None or not hasattr(tracer, "call_function"):
+            if all(p.tracer is OVER for p in proxies_in((args, kwargs))):
+                return func(*examples(args), **examples(kwargs or {}))
             raise TraceError(f"a traced value reached {getattr(func, '__name__', func)} outside of the trace")
         tracer.forget_parsing(sys._getframe(1), (args, kwargs))
         return tracer.call_function(func, args, kwargs or {})
@@ -244,6 +272,7 @@ class NumberProxy:
 
     def __init__(self, node: fx.Node, tracer: Tracer, example: Any, from_values: bool = False):
         self.node, self.tracer, self.example, self.from_values = node, tracer, example, from_values
+        tracer.made.append(self)
 
     static = False
     __class__ = property(lambda self: type(self.example))          # type: ignore[assignment]

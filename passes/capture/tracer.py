@@ -31,7 +31,7 @@ from .aliases import alias_after
 from .decompose import DECOMPOSITIONS
 from .frames import INTERNAL, at_work, where
 from .listener import Listener
-from .proxy import FACT_METHODS, NumberProxy, Shape, TensorProxy, TraceError, any_proxy, example_of, examples, is_proxy, proxies_in
+from .proxy import FACT_METHODS, OVER, NumberProxy, Shape, TensorProxy, TraceError, any_proxy, example_of, examples, is_proxy, proxies_in
 
 if TYPE_CHECKING:
     from .session import Session
@@ -131,7 +131,7 @@ class Tracer:
         self._fresh: list[tuple[types.FrameType, int, fx.Node, NumberProxy]] = []
         self._read: dict[str, TensorProxy] = {}
         self._adopted: dict[int, tuple[Tensor, TensorProxy]] = {}      # tensors from elsewhere, kept so that their ids stay theirs
-        self.made: list[TensorProxy] = []
+        self.made: list[TensorProxy | NumberProxy] = []
 
     # -- running the traced code --
 
@@ -155,7 +155,7 @@ class Tracer:
     def forget(self) -> None:
         """Lets go of the example's values: what the proxies and the tracer hold of each other would keep them."""
         for proxy in self.made:
-            proxy.__dict__.clear()
+            proxy.__dict__.update(tracer=OVER, node=None)
         self.made.clear()
         self._read.clear()
         self._adopted.clear()
@@ -307,7 +307,7 @@ class Tracer:
         self._heed()
         node_args, node_kwargs = self.create_arg(args), self.create_arg(kwargs)
         example_args, example_kwargs = examples(args), examples(kwargs)
-        proxies = proxies_in((args, kwargs))
+        proxies = [p for p in proxies_in((args, kwargs)) if p.tracer is self]
         changed = example_args[0] if is_mutating(target, kwargs) and example_args else None
         try:
             value = self._evaluate(kind, target, example_args, example_kwargs)
@@ -530,6 +530,8 @@ class Tracer:
         """An argument as the graph holds it; `TraceError` for what it cannot."""
         kind = type(a)
         if kind is TensorProxy or kind is NumberProxy:
+            if a.tracer is OVER:
+                return self.create_arg(a.example)
             if a.tracer is not self:
                 raise TraceError("mixes values of two traces")
             return a.node

@@ -37,6 +37,18 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
     return found
 
 
+class _Any:
+    """Equal to everything: in the place of our own attributes, which a note of a module's state must not keep alive."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None          # type: ignore[assignment]
+
+
+ANY = _Any()
+
+
 @dataclasses.dataclass(slots=True)
 class Inside:
     """A module whose code a graph stands for, as it was when the graph was made.
@@ -101,7 +113,7 @@ def watch(root: nn.Module, program: Program) -> Watch:
         parent, _, name = path.rpartition(".")
         siblings = root.get_submodule(parent)._modules if path else None
         own = child._modules, child._parameters, child._buffers
-        inside.append(Inside(siblings, name or "the model", child if path else None, {**vars(child), "training": False}, hooks_of(child) if path else (),
+        inside.append(Inside(siblings, name or "the model", child if path else None, _state(child), hooks_of(child) if path else (),
                              (len(own[0]), len(own[1]), len(own[2])),
                              tuple((kind, n) for kind in own[1:] for n, t in kind.items() if t is None)))
         for name, value in vars(child).items():
@@ -113,6 +125,10 @@ def watch(root: nn.Module, program: Program) -> Watch:
         owner = root.get_submodule(path)
         held += [(kind, leaf, *form) for kind in (owner._parameters, owner._buffers) if kind.get(leaf) is not None]
     return Watch(inside, list(containers.values()), held)
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    return {name: ANY if name.startswith("_inro") else False if name == "training" else value for name, value in vars(module).items()}
 
 
 def _container(value: Any) -> Any:
