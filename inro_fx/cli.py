@@ -6,6 +6,7 @@ import argparse
 import importlib
 import inspect
 import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -128,16 +129,22 @@ def _report(options: argparse.Namespace) -> None:
     if options.out is None:
         print(report(_quantized(options)))
         return
+    refuse_unwritable(options.out)
+    model, inputs = _model_and_inputs(options)
     if options.out.suffix not in REPORTS:
         raise InputError(f"{options.out.name}: a report ends in one of {', '.join(REPORTS)}")
-    refuse_unwritable(options.out)
-    print(f"wrote {_write(options.out, REPORTS[options.out.suffix](report(_quantized(options))))}")
+    text = REPORTS[options.out.suffix](report(_quantized(options, model, inputs)))
+    print(f"wrote {_write(options.out, text)}")
 
 
 def _draw(options: argparse.Namespace) -> None:
-    if options.out.suffix in FORMATS:                   # draw itself says what is wrong with another
-        refuse_unwritable(options.out)
-    print(f"wrote {draw(_quantized(options), options.out)}")
+    refuse_unwritable(options.out)
+    model, inputs = _model_and_inputs(options)
+    if options.out.suffix not in FORMATS:
+        raise InputError(f"{options.out.name}: a drawing ends in one of {', '.join(FORMATS)}")
+    if options.out.suffix in (".svg", ".png", ".pdf") and shutil.which("dot") is None:
+        raise MissingTool(f"drawing {options.out.suffix} needs the program dot: install Graphviz, or draw to .txt or .dot")
+    print(f"wrote {draw(_quantized(options, model, inputs), options.out)}")
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -256,7 +263,7 @@ def _called(spec: str, function: Callable[[], Any]) -> Any:
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise InputError(f"{spec} is called without arguments, and it has {_line(error)}: name a function that needs none") from error
+        raise InputError(f"{spec} is called without arguments, but has {_line(error)}: name a function that needs none") from error
     except ValueError:                                  # of a builtin nothing is known
         pass
     try:

@@ -66,7 +66,7 @@ class Int8SymmetricTensor(torch.Tensor):
         return weight.t() if self.transposed else weight
 
     def _write(self, values: Tensor) -> None:
-        """Takes ``values`` on, in the codes. Rows keep their scale while their largest number stays, and numbers that stay their code."""
+        """Takes ``values`` on: rows whose largest number stays keep their scale, and numbers that stay in them their codes."""
         if values.shape != self.shape:
             raise ModelError(f"an Int8SymmetricTensor of {tuple(self.shape)} cannot become {tuple(values.shape)} in place")
         values, before = (t.t() if self.transposed else t for t in (values, self.dequantize()))
@@ -123,7 +123,7 @@ class Int8SymmetricTensor(torch.Tensor):
         rule = _RULES.get(func)
         if rule is not None and (result := rule(*args, **kwargs)) is not NotImplemented:
             return result
-        if (result := func.decompose(*args, **kwargs)) is not NotImplemented:         # in inference mode nothing else does it before
+        if (result := func.decompose(*args, **kwargs)) is not NotImplemented:   # in inference mode nothing else did before
             return result
         shown = {id(x): (x, x.dequantize().contiguous()) for x in tree_leaves((args, kwargs)) if isinstance(x, cls)}
         plain = tree_map(lambda x: shown[id(x)][1] if id(x) in shown else x, (args, kwargs))
@@ -170,7 +170,7 @@ class _Source:
 
 
 class _View(torch.Tensor):
-    """Plain numbers that a view operator, such as select, shows of an `Int8SymmetricTensor`; what is written to them is kept there."""
+    """What a view operator, such as select, shows of an `Int8SymmetricTensor`: plain numbers; what is written to them is kept."""
 
     source: _Source
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from .checks import check_model
-from .errors import FileError, InroError, ModelError
+from .errors import FileError, InroError, ModelError, SchemeError
 from .manifest import DTYPES, Entry, Manifest, checked, differences, record_of, shown
 from .passes.capture.clone import clone, make_independent
 from .passes.capture.example import Example
@@ -150,7 +150,7 @@ def _rebuild(model: nn.Module, manifest: Manifest, tensors: Mapping[str, Tensor]
     if found and strict:
         raise FileError(f"{file} was saved from another model: {_listed(found)}")
     root = clone(model)
-    schemes = [read_scheme(d, given) for d in manifest.schemes]
+    schemes = [_scheme(d, given, file) for d in manifest.schemes]
     _check_architecture(root, manifest, file)
     packed = [_packed(root, weight, manifest, tensors, schemes, file) for weight in manifest.weights]
     made = {_full(w["holder"], b) for w in manifest.weights for b in w["stored"]}
@@ -174,6 +174,15 @@ def _rebuild(model: nn.Module, manifest: Manifest, tensors: Mapping[str, Tensor]
     if found:
         warnings.warn(f"{file} was saved from another model, and yours is respected: {_listed(found)}", stacklevel=3)
     return root
+
+
+def _scheme(description: Mapping[str, Any], given: Sequence[Scheme], file: str) -> Scheme:
+    try:
+        return read_scheme(description, given)
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        if isinstance(error, SchemeError) and "schemes=" in str(error):
+            raise
+        raise FileError(f"{file}: its manifest makes no sense: {shown(str(error))}") from error
 
 
 def _full(path: str, name: str) -> str:
@@ -227,10 +236,9 @@ def _packed(root: nn.Module, weight: Mapping[str, Any], manifest: Manifest, tens
         raise fail(f"is {shown(weight['dtype'])} {shown(list(shape))}")
     if len(weight["buffers"]) != len(scheme.parts) or len(weight["stored"]) != len(scheme.parts):
         raise fail(f"has {len(weight['stored'])} parts, and its scheme {scheme.name} has {len(scheme.parts)}")
-    expected = scheme.pack(torch.zeros(2, layout.columns, dtype=dtype))
+    expected = scheme.pack(torch.zeros(2, layout.columns, dtype=dtype, device="cpu"))
     for part, buffer, stored in zip(scheme.parts, weight["buffers"], weight["stored"], strict=True):
-        own = tuple(weight["name"] + ending for ending in ("_",))
-        if not buffer.startswith(own) or not re.fullmatch(r"[A-Za-z0-9_]+", buffer):
+        if not _is_part(buffer, weight["name"], part) or not re.fullmatch(f"(?s).+_{part}(_[0-9]+)?", stored):
             raise fail(f"keeps {part} as {shown(buffer)}")
         full = _full(weight["holder"], stored)
         entry = next((e for e in manifest.tensors.values() if full in e["names"]), None)
@@ -245,6 +253,11 @@ def _packed(root: nn.Module, weight: Mapping[str, Any], manifest: Manifest, tens
             raise fail(f"has {part} {dtype_name(held.dtype)} {shown(list(held.shape))}, where {scheme.name} has "
                        f"{dtype_name(like.dtype)} {[rows, *like.shape[1:]]}")
     return Packed(scheme, tuple(weight["buffers"]), layout, dtype)
+
+
+def _is_part(buffer: str, name: str, part: str) -> bool:
+    """Is this what the part of a weight is called, or that with a number where the model had the name itself?"""
+    return buffer.startswith(f"{name}_{part}") and re.fullmatch("(_[0-9]+)?", buffer[len(name) + len(part) + 1:]) is not None
 
 
 def _place(root: nn.Module, tensor: Tensor, entry: Entry, made: set[str]) -> None:

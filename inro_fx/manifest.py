@@ -138,8 +138,8 @@ def checked(data: Any, file: str, version: str) -> Manifest:
     """The manifest of a file. Raises `FileError` for another version, and naming the first thing that is not of the schema."""
     found = data.get("format_version") if isinstance(data, dict) else None
     if type(found) is int and found == 1:
-        raise FileError(f"{file} was written by inro_fx 0.1, whose files held graphs, and those are not read any more: quantize the model "
-                        f"again and save it with inro_fx {version}")
+        raise FileError(f"{file} has format 1, of inro_fx {shown(str(data.get('inro_fx')))}, which held graphs and is not read any more: "
+                        f"quantize the model again and save it with inro_fx {version}")
     if type(found) is int and found > FORMAT_VERSION:
         raise FileError(f"{file} has format {shown(found)}, and this inro_fx {version} reads format {FORMAT_VERSION}: install a newer "
                         f"inro_fx")

@@ -1,8 +1,8 @@
 """export_onnx: a quantized model as an ONNX file in which the weights stay integers.
 
-Weights of at most 16 bits become DequantizeLinear (the QDQ pattern that ONNX Runtime and others fuse), with a scale per tensor, per
-channel or per block; codes of up to four bits are INT4 there, those of five to seven INT8. Linears with quantized activations become
-MatMulInteger. A table that is only looked up keeps codes below eight bits packed: the rows that were asked for are unpacked.
+Weights of at most 16 bits become DequantizeLinear (the QDQ pattern that ONNX Runtime and others fuse), with a scale per tensor,
+per channel or per block; codes of up to four bits are INT4 there, those of five to seven INT8. Linears with quantized activations
+become MatMulInteger. A table that is only looked up keeps codes below eight bits packed, and unpacks the rows that are asked for.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _for_any_rows(model: nn.Module, example: Example) -> tuple[torch.export.Expo
     """The model as a program, and what to say where it takes no other number of rows than the example has.
 
     torch.export makes a constant of a size of 1. Two rows are shown to it then, and the program for them is taken where it consists
-    of the same operators: a forward may ask whether there is one row.
+    of the same operators: a forward may ask whether there is one row only.
     """
     program = _exported(model, *example.fresh())
     rows = next((x.shape[0] for x in tree_leaves((example.args, example.kwargs)) if isinstance(x, Tensor) and x.dim() > 1), 0)
@@ -100,10 +100,10 @@ def _for_any_rows(model: nn.Module, example: Example) -> tuple[torch.export.Expo
     if rows == 1:
         try:
             doubled = _exported(model, *tree_map(_two_rows, example.fresh()))
-            if _operators(doubled) == _operators(program):
-                program = doubled
-            else:
+            if _operators(doubled) != _operators(program):
                 why = "the model computes something else with two rows"
+            elif not _fixes_rows(doubled):
+                program = doubled
         except Exception as error:
             why = f"with two rows the model cannot be exported ({_innermost(error)})"
     if not rows or not _fixes_rows(program):
@@ -122,12 +122,14 @@ def _operators(program: torch.export.ExportedProgram) -> list[tuple[Any, int]]:
 
 
 def _fixes_rows(program: torch.export.ExportedProgram) -> bool:
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int
     inputs = [node.meta["val"] for node in program.graph.nodes if node.name in program.graph_signature.user_inputs]
-    return isinstance(next(x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim() > 1), int)
+    return is_concrete_int(next(x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim() > 1))
 
 
 def _exported(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
-    from torch.onnx._internal.exporter._flags import set_onnx_exporting_flag      # what is_in_onnx_export() asks
+    from torch.onnx._internal.exporter._flags import set_onnx_exporting_flag  # what is_in_onnx_export() asks
+
     def dynamic(x: Any) -> Any:
         return dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) if isinstance(x, Tensor) else None
     shapes = (tree_map(dynamic, args), tree_map(dynamic, kwargs))
@@ -147,10 +149,11 @@ def _overloads(operator: Any) -> tuple[Any, Any]:
 
 
 def _unpack(program: torch.export.ExportedProgram) -> None:
-    """Makes int8 of packed codes that are used as a whole, which `_narrow` can shrink; those that are only looked up stay packed."""
+    """Makes int8 of packed codes that are used as a whole, for `_narrow` to shrink; those that are only looked up stay packed."""
     signature = program.graph_signature
     names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
-    whole, ours = {*_overloads(dequantize), *_overloads(linear)}, {*_overloads(dequantize), *_overloads(linear), *_overloads(embedding)}
+    whole = {*_overloads(dequantize), *_overloads(linear)}
+    ours = {*whole, *_overloads(embedding)}
     for node in program.graph.nodes:
         if node.name not in names or not node.users or any(user.target not in ours for user in node.users):
             continue
@@ -198,7 +201,7 @@ def _translations() -> dict[Any, Callable]:
         if bits <= 16:
             if blocks:
                 return op.DequantizeLinear(codes, scale, axis=1, block_size=group)
-            return op.DequantizeLinear(codes, op.Reshape(scale, op.Constant(value_ints=[] if shared else [-1])), axis=0)
+            return op.DequantizeLinear(codes, op.Squeeze(scale) if shared else op.Reshape(scale, ints(-1)), axis=0)
         if blocks:                                              # [rows, groups] -> [rows, columns]
             scale = op.Reshape(op.Expand(op.Unsqueeze(scale, ints(2)), ints(1, 1, group)), ints(-1, -(-columns // group) * group))
             scale = op.Slice(scale, ints(0), ints(columns), ints(1))
@@ -244,8 +247,8 @@ def _translations() -> dict[Any, Callable]:
         y = op.Mul(op.Mul(op.Cast(exact, to=FLOAT), input_scale), op.Transpose(scale, perm=[1, 0]))
         return op.CastLike(y if bias is None else op.Add(y, op.Cast(bias, to=FLOAT)), x)
 
-    table = {dequantize: onnx_dequantize, linear: onnx_linear, embedding: onnx_embedding,
-             linear_dynamic: onnx_linear_dynamic, linear_static: onnx_linear_static}
+    table: dict[Any, Callable] = {dequantize: onnx_dequantize, linear: onnx_linear, embedding: onnx_embedding,
+                                  linear_dynamic: onnx_linear_dynamic, linear_static: onnx_linear_static}
     return {overload: translation for operator, translation in table.items() for overload in _overloads(operator)}
 
 
@@ -254,12 +257,13 @@ def _translations() -> dict[Any, Callable]:
 def _finish(model: Any) -> None:
     """Folds constants other than ours, and gives codes and dimensions their last form.
 
-    onnxscript's ``optimize_ir`` is not used: its rewriting takes minutes where the folding takes a second, and ONNX Runtime does the like.
+    Not by onnxscript's ``optimize_ir``: its rewriting takes minutes where folding takes a second, and runtimes do the like.
     """
     from onnx_ir.passes import Sequential, common
     from onnxscript.optimizer import fold_constants_ir
     common.InlinePass()(model)
-    fold_constants_ir(model, should_fold=lambda node: False if node.op_type == "Expand" or any(map(_is_codes, node.inputs)) else None)
+    fold_constants_ir(model, should_fold=_should_fold)
+    _put_blocks_first(model)
     _narrow(model)
     _name_dimensions(model)
     Sequential(common.RemoveUnusedNodesPass(), common.RemoveUnusedFunctionsPass(), common.RemoveUnusedOpsetsPass(),
@@ -267,33 +271,56 @@ def _finish(model: Any) -> None:
                common.CommonSubexpressionEliminationPass(), common.ClearMetadataAndDocStringPass(), common.NameFixPass())(model)
 
 
-def _is_codes(value: Any) -> bool:
-    """Integers of the model, which constant folding would turn into floats."""
-    return value is not None and value.is_initializer() and value.dtype in (UINT8, INT8, INT16, INT32)
+def _should_fold(node: Any) -> bool | None:
+    """False for what would make floats of codes, or a large constant of a small one; None leaves it to onnxscript."""
+    codes = (v for v in node.inputs if v is not None and v.is_initializer() and v.dtype in (UINT8, INT8, INT16, INT32))
+    return False if node.op_type == "Expand" or any(codes) else None
+
+
+def _put_blocks_first(model: Any) -> None:
+    """Transposes constants in the place of transposing what DequantizeLinear makes of them, where they have blocks.
+
+    ONNX Runtime multiplies by four-bit integers (MatMulNBits) only where the blocks run along the first dimension of [in, out].
+    """
+    import onnx_ir
+    for node in list(model.graph):
+        source = node.inputs[0].producer() if node.op_type == "Transpose" else None
+        if source is None or source.op_type != "DequantizeLinear" or not source.attributes.get_int("block_size", 0):
+            continue
+        if any(not v.is_initializer() or len(v.uses()) > 1 for v in source.inputs) or len(source.outputs[0].uses()) > 1:
+            continue
+        for value in source.inputs:
+            _set_constant(value, value.const_value.numpy().T.copy(), value.dtype)
+        source.attributes.add(onnx_ir.AttrInt64("axis", 0))
+        node.outputs[0].replace_all_uses_with(source.outputs[0])
+        source.outputs[0].shape = node.outputs[0].shape
 
 
 def _narrow(model: Any) -> None:
     """int8 initializers that are only dequantized become INT4 where four bits hold all of their codes."""
-    import onnx_ir
+    from onnx_ir import DataType
     for value in model.graph.initializers.values():
         if value.dtype != INT8 or any(use.node.op_type != "DequantizeLinear" for use in value.uses()):
             continue
         codes = value.const_value.numpy()
         if codes.size and codes.min() >= -8 and codes.max() <= 7:
-            value.const_value = onnx_ir.tensor(codes, dtype=onnx_ir.DataType.INT4, name=value.name)
-            value.dtype = onnx_ir.DataType.INT4
+            _set_constant(value, codes, DataType.INT4)
+
+
+def _set_constant(value: Any, array: Any, dtype: Any) -> None:
+    import onnx_ir
+    value.const_value = onnx_ir.tensor(array, dtype=dtype, name=value.name)
+    value.shape, value.dtype = value.const_value.shape, dtype
 
 
 def _name_dimensions(model: Any) -> None:
     """Calls torch's symbols s0, s1, ... by the first input and dimension that they stand at, in all shapes of the graph."""
-    import onnx_ir
+    from onnx_ir.traversal import RecursiveGraphIterator
+    values = [*model.graph.inputs, *(output for node in RecursiveGraphIterator(model.graph) for output in node.outputs)]
+    sizes = [(value, index, size.value) for value in values for index, size in enumerate(value.shape or ())
+             if not isinstance(size, int) and size.value is not None]
     names: dict[str, str] = {}
-    for value in model.graph.inputs:
-        for index, size in enumerate(value.shape or ()):
-            if not isinstance(size, int):
-                names.setdefault(size.value, f"{value.name}_dim_{index}")
-    values = [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]
-    for value in values:
-        for index, size in enumerate(value.shape or ()):
-            if not isinstance(size, int) and size.value is not None:
-                value.shape[index] = onnx_ir.SymbolicDim(re.sub(r"\w+", lambda m: names.get(m[0], m[0]), size.value))
+    for value, index, size in sizes:
+        if value.is_graph_input() and size.isidentifier():
+            names.setdefault(size, f"{value.name}_dim_{index}")
+        value.shape[index] = int(size) if size.isdigit() else re.sub(r"\w+", lambda m: names.get(m[0], m[0]), size)

@@ -241,11 +241,11 @@ class Report:
     # -- forms --
 
     def __str__(self) -> str:
-        return "\n\n".join(self._sections("simple"))
+        return _printable("\n\n".join(self._sections("simple")))
 
     def to_markdown(self) -> str:
         """The same tables as GitHub Markdown."""
-        return "\n\n".join(self._sections("github"))
+        return _printable("\n\n".join(self._sections("github")))
 
     def to_json(self) -> str:
         """Everything, unrounded; infinities and NaN as strings."""
@@ -337,6 +337,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def _printable(text: str) -> str:
+    """Names come from models and files: no terminal shall obey them."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def _percent(value: float | None) -> str:

@@ -131,3 +131,124 @@ def test_grouped_mm():
     assert [r.op for r in inro_fx.report(small).rows] == ["grouped_mm"]
     assert small.w_scale.shape == (3 * 32, 1)
     assert relative(model(x), small(x)) < 0.02
+
+
+# ---- lookups, and weights that arithmetic changes first ----
+
+def standardized(w):
+    var, mean = torch.var_mean(w, dim=(1, 2, 3), keepdim=True)
+    return (w - mean) / torch.sqrt(var + 1e-6)
+
+
+def standardized_by_batch_norm(w):
+    return F.batch_norm(w.reshape(1, w.shape[0], -1), None, None, training=True, momentum=0.0, eps=1e-6).reshape_as(w)
+
+
+# name -> (call, input, weights, operator, the axes of its first weight that have scales)
+COMPUTED = {
+    "standardized": (lambda x, w: F.conv2d(x, standardized(w)), (2, 4, 9, 9), [(6, 4, 3, 3)], "conv2d", (0,)),
+    "by batch norm": (lambda x, w: F.conv2d(x, standardized_by_batch_norm(w)), (2, 4, 9, 9), [(6, 4, 3, 3)], "conv2d", (0,)),
+    "transposed": (lambda x, w: F.conv_transpose2d(x, w - w.mean()), (2, 4, 9, 9), [(4, 6, 3, 3)], "conv_transpose2d", (1,)),
+    "cosine": (lambda x, w: F.linear(F.normalize(x), F.normalize(w)), (3, 16), [(8, 16)], "linear", (0,)),
+    "cosine of columns": (lambda x, w: x @ F.normalize(w, dim=0), (3, 16), [(16, 8)], "matmul", (1,)),
+    "turned": (lambda x, w: x @ (w / w.norm(dim=1, keepdim=True)).T, (3, 16), [(8, 16)], "matmul", (0,)),
+    "turned twice": (lambda x, w: x @ (w.t() - w.mean()).transpose(0, 1), (3, 16), [(16, 8)], "matmul", (1,)),
+    "sum of two": (lambda x, w, v: F.linear(x, w + v), (3, 16), [(8, 16), (8, 16)], "linear", (0,)),
+    "looked up": (lambda x, w: F.embedding(x.long().abs() % 9, F.normalize(w)), (3, 4), [(9, 16)], "embedding", (0,)),
+    "indexed": (lambda x, w: (w - w.mean())[x.long().abs() % 9], (3, 4), [(9, 16)], "index", (0,)),
+    "experts": (lambda x, w: torch.einsum("bi,bio->bo", x, w[x[:, 0].long() % 4]), (3, 16), [(4, 16, 8)], "index", (0, 2)),
+    "experts, each transposed": (lambda x, w: torch.bmm(w[x[:, 0].long() % 4], x.unsqueeze(2)), (3, 16), [(4, 8, 16)], "index", (0, 1)),
+}
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_dynamic"])
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_weights_that_arithmetic_changes_first(kind, scheme):
+    call, shape, weights, op, channels = COMPUTED[kind]
+    model, x = Holder(call, weights), torch.randn(shape)
+    small = quantize(model, x, scheme)
+    report = inro_fx.report(small)
+    assert {(r.op, r.kernel) for r in report.rows} == {(op, f"dequantize + {op}")}
+    assert len(report.rows) == len(weights)
+    assert report.coverage == 1
+    assert small.weights._inro_packed["0"].layout.channels == channels
+    assert all(0 < r.isolated < 0.02 for r in report.rows)
+    assert relative(model(x), small(x)) < 0.02
+
+
+LEFT = {
+    "an exponential": (lambda x, w: x @ w.exp(), (3, 16), (16, 8)),
+    "of the input": (lambda x, w: F.linear(x, w * x[:1]), (3, 16), (8, 16)),
+    "added": (lambda x, w: x + w, (3, 16), (3, 16)),
+    "a slice": (lambda x, w: x + w[2:5] + w[1] + w[None][0, 0], (3, 16), (9, 16)),
+    "added, then a left factor": (lambda x, w: (x + w) @ x.t(), (3, 16), (3, 16)),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_what_no_operator_carries_stays_float(kind):
+    call, shape, weight = LEFT[kind]
+    model, x = Holder(call, [weight]), torch.randn(shape)
+    small = inro_fx.quantize_graph(model, x)
+    assert [s.reason for s in inro_fx.report(small).skipped] != []
+    assert torch.equal(model(x), small(x))
+
+
+FUSED = {                                                       # what a lookup in a table of (9, 16) becomes
+    "ids": (lambda x, w: w[x.long() % 9], "inro_fx.embedding", ""),
+    "negative ids": (lambda x, w: w[x.long() % 9 - 9], "inro_fx.embedding", ""),
+    "int32": (lambda x, w: w[x.int() % 9], "inro_fx.embedding", ""),
+    "with the other axis": (lambda x, w: w[x.long() % 9, :], "inro_fx.embedding", ""),
+    "one": (lambda x, w: w[x.long()[0, 0] % 9], "inro_fx.embedding", ""),
+    "index_select": (lambda x, w: w.index_select(0, x.long().flatten() % 9), "inro_fx.embedding", ""),
+    "mask": (lambda x, w: w[x.flatten()[:9] > 0], "dequantize + index", "no tensor of whole numbers in the first axis"),
+    "list": (lambda x, w: w[[0, 2]] * x.mean(), "dequantize + index", "no tensor of whole numbers in the first axis"),
+    "with a slice": (lambda x, w: w[x.long() % 9, :4], "dequantize + index", "no tensor of whole numbers in the first axis"),
+    "second axis": (lambda x, w: w[:, x.long() % 9], "dequantize + index", "no tensor of whole numbers in the first axis"),
+    "index_select along the last": (lambda x, w: w.index_select(1, x.long().flatten() % 9), "dequantize + index_select", "another axis"),
+    "index_select of one": (lambda x, w: w.index_select(0, x.long()[0, 0] % 9), "dequantize + index_select", "one number"),
+    "part": (lambda x, w: w[2:][x.long() % 7], "dequantize + index", "part of another"),
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_lookups_are_fused_where_they_pick_whole_rows(kind):
+    call, kernel, reason = FUSED[kind]
+    model, x = Holder(call, [(9, 16)]), torch.arange(12.0).view(3, 4)
+    small = inro_fx.quantize_graph(model, x)
+    (row,) = inro_fx.report(small).rows
+    assert row.kernel.partition("/")[0] == kernel
+    assert reason in row.note
+    table = Holder(call, [small.weights[0]])
+    for given in (x, -x, x.flip(0)):
+        assert torch.equal(small(given), table(given))
+
+
+@pytest.mark.parametrize("ids", [[9], [-10], [0, 99]])
+def test_a_lookup_outside_of_the_table_fails_as_in_float(ids):
+    model = Holder(lambda x, w: w[x], [(9, 16)])
+    small = inro_fx.quantize_graph(model, torch.tensor([[1, 2]]))
+    for either in (model, small):
+        with pytest.raises(IndexError):
+            either(torch.tensor([ids]))
+
+
+def test_tables_in_buffers_stay_what_they_are():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias, self.w = nn.Parameter(torch.randn(9, 4)), nn.Parameter(torch.randn(8, 16))
+            self.register_buffer("places", torch.randint(0, 9, (3, 3)))
+            self.register_buffer("waves", torch.randn(9, 8))
+            self.register_buffer("mask", (torch.rand(8, 16) > 0.5).float())
+
+        def forward(self, x):
+            y = F.linear(x, self.w * self.mask) + self.waves[self.places[0]]
+            return (y @ y.t()).unsqueeze(0) + self.bias[self.places.view(-1)].view(3, 3, 4).permute(2, 0, 1)
+
+    model, x = Model(), torch.randn(3, 16)
+    small = inro_fx.quantize_graph(model, x)
+    assert {r.layer: r.op for r in inro_fx.report(small).rows} == {"w": "linear", "bias": "index"}
+    assert inro_fx.report(small).skipped == []
+    assert {"places", "waves", "mask", "w_codes", "bias_codes"} <= set(small.state_dict())
+    assert relative(model(x), small(x)) < 0.02

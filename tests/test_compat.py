@@ -163,6 +163,52 @@ def test_copying_into_a_transposed_one():
     assert torch.equal(a.dequantize(), b.dequantize())
 
 
+@pytest.mark.parametrize("write", [
+    lambda w: w[0].zero_(), lambda w: w.view(-1)[3:40].fill_(2), lambda w: w.t()[2].fill_(7), lambda w: w.t().mul_(2), lambda w: w[1][2:5][1].fill_(4),
+    lambda w: [row.normal_() for row in w], lambda w: [column.normal_() for column in w.unbind(1)], lambda w: w.diagonal().fill_(9), lambda w: w.detach().zero_(),
+    lambda w: w.data.mul_(2), lambda w: setattr(w, "data", torch.ones(8, 16)), lambda w: nn.init.eye_(w), lambda w: torch._foreach_mul_([w], 2),
+    lambda w: torch.mul(torch.ones(8, 16), 3, out=w), lambda w: w.__setitem__(w > 0, 0.5)], ids=range(15))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_written_to_a_tensor_or_to_a_view_of_it_is_kept(write, mode):
+    plain = torch.randn(8, 16)
+    with mode():
+        tensor = Int8SymmetricTensor.from_float(plain)
+        plain, views = tensor.dequantize(), [tensor[0], tensor.view(-1), tensor.t()]
+        for each in (plain, tensor):
+            torch.manual_seed(0)
+            write(each)
+        for want, got in ((plain, tensor.dequantize()), (plain[0], views[0]), (plain.view(-1), views[1]), (plain.t(), views[2].dequantize())):
+            assert relative(want + 1, got + 1) < 0.02
+
+
+def test_what_a_write_leaves_as_it_was_keeps_its_codes():
+    tensor = Int8SymmetricTensor.from_float(torch.randn(8, 16, dtype=torch.bfloat16))
+    codes, scale = tensor.codes.clone(), tensor.scale.clone()
+    tensor[0] = 1
+    assert torch.equal(tensor.codes[1:], codes[1:])
+    assert torch.equal(tensor.scale[1:], scale[1:])
+
+
+@pytest.mark.parametrize("write", [lambda w: w.fill_(float("nan")), lambda w: w[1].fill_(float("inf")), lambda w: w.resize_(4, 4), lambda w: w.t_(),
+                                   lambda w: setattr(w, "data", torch.ones(3))])
+def test_what_cannot_be_written_is_refused(write):
+    tensor = Int8SymmetricTensor.from_float(torch.randn(8, 16))
+    before = tensor.dequantize()
+    with pytest.raises(inro_fx.ModelError, match="Int8SymmetricTensor"):
+        write(tensor)
+    assert torch.equal(tensor.dequantize(), before)
+
+
+def test_a_backward_through_a_trained_one_that_was_converted_is_an_error():
+    layer, x = nn.Linear(16, 4), torch.randn(2, 16)
+    layer.weight = nn.Parameter(Int8SymmetricTensor.from_float(layer.weight))
+    y = layer(x)
+    layer.double()
+    with pytest.raises(RuntimeError, match="swap_tensors"):
+        y.sum().backward()
+    assert layer(x.double()).dtype == torch.float64
+
+
 def test_state_dicts_and_copies():
     _, swapped, x = pair()
     file = io.BytesIO()

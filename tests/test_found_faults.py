@@ -330,7 +330,7 @@ def test_calls_that_layers_did_not_cover_are_counted_too():
 
 def test_inplace_frees_each_weight_when_it_is_packed():
     """Peak memory of the float run stays near one layer above the float model."""
-    from inro_fx import packing, pipeline
+    from inro_fx import packing, steps
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
     alive = []
 
@@ -339,12 +339,12 @@ def test_inplace_frees_each_weight_when_it_is_packed():
             parts = super().pack(name)
             alive.append(sum(layer.weight.numel() > 0 for layer in model if "weight" in layer._parameters))
             return parts
-    original = pipeline.Packer
-    pipeline.Packer = Watching
+    original = steps.Packer
+    steps.Packer = Watching
     try:
         inro_fx.quantize_graph(model, torch.randn(2, 64), inplace=True)
     finally:
-        pipeline.Packer = original
+        steps.Packer = original
     assert min(alive) <= 1
     assert alive[0] == 8
 

@@ -94,7 +94,7 @@ typedef struct {
     char *y;
     int64_t rows, in, stride, out, group, scale_step, bytes, padded;
     int bits, dtype, level;
-    float *floats, *undo;                              /* x, where it is not the caller's, and what takes off that a row was lifted */
+    float *floats, *undo;                              /* a copy of x, and what takes a lift off its rows; or NULL */
     integers *as_integers;                             /* of each row; `q` NULL where it takes floats */
 } job;
 

@@ -167,7 +167,7 @@ static void quantize(const job *j, int64_t start, int64_t r, const scratch *with
     for (int64_t i = 0; i < l->levels * j->padded && form == UNSIGNED; i++) q[i] = (int8_t)(q[i] ^ -128);
 }
 
-static float bias_of(const layer *l, int64_t column) { return l->bias ? one_of(l->bias, l->dtype, column) : 0.0f; }
+static float bias_of(const void *bias, int dtype, int64_t column) { return bias ? one_of(bias, dtype, column) : 0.0f; }
 
 /* The rows that are too wide for two levels, or of extreme sizes, in floats, for the columns from `first` to `last`; 0 if memory ran
    out. */
@@ -195,7 +195,7 @@ static int wide_rows(const job *j, int64_t start, int64_t here, int64_t first, i
             const int m = count - i < TOGETHER ? (int)(count - i) : TOGETHER;
             float values[TOGETHER];
             dots(x + i * l->in, l->in, m, codes, l->in, l->group ? l->group : l->in, l->scale + n * l->scale_step, values, j->level);
-            for (int k = 0; k < m; k++) y[which[i + k] * l->out + n] = values[k] * undo[i + k] + bias_of(l, n);
+            for (int k = 0; k < m; k++) y[which[i + k] * l->out + n] = values[k] * undo[i + k] + bias_of(l->bias, l->dtype, n);
         }
     }
     free(x);
@@ -203,6 +203,15 @@ static int wide_rows(const job *j, int64_t start, int64_t here, int64_t first, i
     free(which);
     free(unpacked);
     return ready;
+}
+
+/* What one level leaves undone where rows were lifted: columns from `first` to `last` of y are there without their biases. */
+static void unlift(const job *j, int64_t here, int64_t first, int64_t last, const float *undo, float *y) {
+    const layer *l = j->l;
+    for (int64_t n = first; n < last; n++) {
+        const float bias = bias_of(l->bias, l->dtype, n);
+        for (int64_t r = 0; r < here; r++) y[r * l->out + n] = y[r * l->out + n] * undo[r] + bias;
+    }
 }
 
 /* Results of `here` rows from `start`, for panels from `first` to `last`, into y [here, out]; 0 if memory ran out. */
@@ -216,8 +225,11 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
     float by[MOST_TOGETHER], plus[MOST_TOGETHER], *const scales = l->group ? own.by : by;
     int32_t minus[MOST_TOGETHER];
     panel p = {.packed = own.packed, .start = own.start, .by = scales, .plus = plus, .minus = minus, .in = l->in, .group = l->group,
-               .levels = l->levels, .q = with->q, .x_scale = with->scale, .undo = with->undo, .sums = with->sums, .rows = here, .padded = j->padded,
+               .levels = l->levels, .q = with->q, .x_scale = with->scale, .sums = with->sums, .rows = here, .padded = j->padded,
                .out = l->out};
+    int lifted = 0;                                    /* two levels leave such rows to floats */
+    for (int64_t r = 0; r < here && l->levels == 1; r++) lifted |= with->undo[r] != 1.0f;
+    const void *const biases = lifted ? NULL : l->bias;
     for (int64_t b = first; b < last; b++) {
         const int64_t n = b * columns;
         p.width = l->out - n < columns ? (int)(l->out - n) : columns;
@@ -226,7 +238,7 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
             const float *scale = l->scale + column * l->scale_step;
             scales[i] = *scale;
             for (int64_t g = 1; l->group && g * l->group < l->in; g++) scales[g * columns + i] = scale[g];
-            plus[i] = bias_of(l, column);
+            plus[i] = bias_of(biases, l->dtype, column);
             minus[i] = l->fixed ? *l->zero * l->column_sums[column] : 0;
             if (l->bits < 8) unpack(codes + column * j->bytes, l->in, l->bits, own.codes + i * l->in, j->level);
         }
@@ -236,7 +248,9 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
         if (j->way->pack) j->way->pack(&p);
         j->way->multiply(&p);
     }
-    const int done = wide_rows(j, start, here, first * columns, last * columns < l->out ? last * columns : l->out, with, y, line);
+    const int64_t end = last * columns < l->out ? last * columns : l->out;
+    if (lifted) unlift(j, here, first * columns, end, with->undo, y);
+    const int done = wide_rows(j, start, here, first * columns, end, with, y, line);
     give_back_panel(&own);
     return done;
 }

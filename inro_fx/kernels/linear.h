@@ -23,7 +23,7 @@ typedef struct {
     int64_t in, group;                                 /* columns of a scale, 0 for all */
     int width, levels;
     const void *q;                                     /* rows of x in the form of the way, `padded` numbers (and levels) each */
-    const float *x_scale, *undo;                       /* of each row: x = undo * x_scale * q, as activations.c says */
+    const float *x_scale;
     const int32_t *sums;                               /* of each level of each row */
     int64_t rows, padded, out;
     float *y;
@@ -74,7 +74,7 @@ static inline void multiply_blocks(const panel *p, block_function block) {
             for (int c = 0; c < NR; c++) {
                 value[c] = levels == 2 ? 128.0f * (float)total[2 * i][c] + (float)total[2 * i + 1][c]
                                        : (float)(total[i][c] - p->minus[c]);
-                value[c] = value[c] * p->x_scale[r + i] * p->by[c] * p->undo[r + i] + p->plus[c];
+                value[c] = value[c] * p->x_scale[r + i] * p->by[c] + p->plus[c];
             }
             memcpy(p->y + (r + i) * p->out, value, (size_t)p->width * sizeof(float));
         }

@@ -95,7 +95,7 @@ static void transpose(const panel *at) {
         }
 }
 
-/* A row of results: the sums times the scale of the row, `by` (of the columns) and `undo` if they are there, and the bias. */
+/* A row of results: the sums times the scale of the row, `by` (of the columns) if it is there, and the bias. */
 __attribute__((target("avx2"), always_inline))
 static inline void store(const panel p, int64_t r, __m256 left, __m256 right, const float *by) {
     float values[16];
@@ -103,9 +103,8 @@ static inline void store(const panel p, int64_t r, __m256 left, __m256 right, co
     left = _mm256_mul_ps(left, s);
     right = _mm256_mul_ps(right, s);
     if (by) {
-        const __m256 undo = _mm256_set1_ps(p.undo[r]);
-        left = _mm256_mul_ps(_mm256_mul_ps(left, _mm256_loadu_ps(by)), undo);
-        right = _mm256_mul_ps(_mm256_mul_ps(right, _mm256_loadu_ps(by + 8)), undo);
+        left = _mm256_mul_ps(left, _mm256_loadu_ps(by));
+        right = _mm256_mul_ps(right, _mm256_loadu_ps(by + 8));
     }
     _mm256_storeu_ps(values, _mm256_add_ps(left, _mm256_loadu_ps(p.plus)));
     _mm256_storeu_ps(values + 8, _mm256_add_ps(right, _mm256_loadu_ps(p.plus + 8)));

@@ -89,7 +89,7 @@ static inline void store(const panel p, int64_t r, __m512i high, __m512i low, in
         value = _mm512_add_ps(_mm512_mul_ps(value, _mm512_set1_ps(128.0f)),
                               _mm512_cvtepi32_ps(_mm512_sub_epi32(low, _mm512_set1_epi32(128 * sums[1]))));
     value = _mm512_mul_ps(_mm512_mul_ps(value, _mm512_set1_ps(p.x_scale[r])), _mm512_loadu_ps(p.by + first));
-    value = _mm512_add_ps(_mm512_mul_ps(value, _mm512_set1_ps(p.undo[r])), _mm512_loadu_ps(p.plus + first));
+    value = _mm512_add_ps(value, _mm512_loadu_ps(p.plus + first));
     _mm512_mask_storeu_ps(p.y + r * p.out + first, lanes_from(first, p.width), value);
 }
 

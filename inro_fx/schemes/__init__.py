@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import SchemeError
@@ -33,16 +33,37 @@ def describe_scheme(scheme: Scheme) -> dict[str, Any]:
     return {"name": scheme.name}
 
 
-def read_scheme(description: dict[str, Any], given: Sequence[Scheme]) -> Scheme | Uniform:
-    """The inverse of `describe_scheme`; somebody's own scheme must be among ``given``, or `SchemeError` says so."""
-    own = next((s for s in given if s.name == description["name"]), None)
-    if own is not None or "kind" not in description:
-        if own is None and description["name"] not in [s.name for s in SCHEMES]:
-            raise SchemeError(f"the file needs the scheme {description['name']!r}, which is somebody's own: give it, "
-                              f"load(..., schemes=[that_scheme])")
-        return own if own is not None else find_scheme(description["name"])
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items() if k != "kind"}
-    return _CLASSES[description["kind"]](**fields)
+def read_scheme(description: Mapping[str, Any], given: Sequence[Scheme]) -> Scheme:
+    """The inverse of `describe_scheme`. Raises `SchemeError` where somebody's own scheme is not among ``given``, and ValueError or
+    TypeError for a description that is none."""
+    name = description["name"]
+    own = next((s for s in given if s.name == name), None)
+    if own is not None:
+        return own
+    if "kind" not in description:
+        if name not in [s.name for s in SCHEMES]:
+            raise SchemeError(f"the file needs the scheme {ascii(name)[:80]}, which is somebody's own: give it to load, schemes=[that_scheme]")
+        return find_scheme(name)
+    kind = _CLASSES.get(description["kind"]) if isinstance(description["kind"], str) else None
+    if kind is None:
+        raise ValueError("a scheme of an unknown kind")
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items() if k != "kind"}
+    if set(values) != set(fields):
+        raise ValueError("a scheme with other numbers than its kind has")
+    for field, value in values.items():
+        if type(value) not in _TYPES[field]:
+            raise TypeError(f"a scheme whose {field} is a {type(value).__name__}")
+    made: Scheme = kind(**values)
+    if values["parts"] != fields["parts"].default or not values["name"].isprintable():
+        raise ValueError("a scheme with other parts, or a name that cannot be printed")
+    return made
+
+
+_NUMBER = (int, float, type(None))
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "name": (str,), "quant_max": (int,), "granularity": (str, int), "low": (int, type(None)), "divisor": _NUMBER, "parts": (tuple,),
+    "observer": (str,), "symmetric": (bool,), "low_input": _NUMBER, "high_input": _NUMBER}
 
 
 def find_scheme(scheme: str | Scheme, known: Sequence[Scheme] = SCHEMES) -> Scheme:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OwnDraws", "kept_outside_draws", "outside_draws", "own_draws", "seed_extremes"]
+__all__ = ["OwnDraws", "kept_outside_draws", "numpy_state", "outside_draws", "own_draws", "seed_extremes"]
 
 SEEDED = torch.Tag.nondeterministic_seeded
 
@@ -83,6 +83,13 @@ def outside_draws(function: Any) -> bool:
         return owner is getattr(random.random, "__self__", None) and function.__name__ in ("random", "getrandbits")
     numpy = sys.modules.get("numpy")
     return numpy is not None and owner is not None and owner is getattr(numpy.random, "mtrand", numpy.random)._rand
+
+
+def numpy_state() -> Any:
+    """Of numpy's global generator, comparable."""
+    numpy = sys.modules.get("numpy")
+    kind, keys, position, *_ = ("", b"", 0) if numpy is None else numpy.random.get_state()
+    return kind, bytes(keys), position
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", rungs: tuple[
     session = Session(root)
     told = reference_run(root, example, session.state)
     want, example = told.want, told.example
-    session.model_draws = example.draws
+    session.model_draws, session.model_draws_outside = example.draws, told.drew
     with kept_outside_draws(lambda: told.drew, lambda: told.seeded):
         _note_state(session, told.written)
         for _ in seed_extremes() if told.drew else ():              # most code that draws does so for training alone

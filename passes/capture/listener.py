@@ -62,6 +62,7 @@ class Listener:
         self.facts: set[str] = set()
         self.refusal: str | None = None
         self.drew = False                       # from Python's or numpy's generators
+        self.may_draw = False                   # from numpy's generator, whose methods make no event: the code can reach it
         self.seeded = False                     # torch's generator
         self.calling = ""                       # the function of C that was called last
         self.reached: list[tuple[str, Any]] = []             # globals and closures that the code names: (name, value's holder)
@@ -104,6 +105,11 @@ class Listener:
         """Notes what code can reach beside its arguments."""
         code, names = frame.f_code, frame.f_globals
         self.reached += [(name, names[name]) for name in code.co_names if name in names]
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and not self.may_draw:
+            reachable = [names[n] for n in code.co_names if n in names] + [frame.f_locals.get(n) for n in code.co_freevars]
+            self.may_draw = any(v is numpy.random or (v is numpy and "random" in code.co_names)
+                                or getattr(v, "__self__", None) is numpy.random.mtrand._rand for v in reachable)
         if code.co_freevars:
             self.reached += [(name, frame.f_locals[name]) for name in code.co_freevars if name in frame.f_locals]
 

@@ -47,6 +47,7 @@ class Session:
         self.leaves: set[str] = set()                   # modules that must not be traced into
         self.draws = OwnDraws()
         self.model_draws = False                        # from torch's generators
+        self.model_draws_outside = False                # from Python's or numpy's
         self.ignores_draws = True                       # does the output stay the same whatever Python and numpy draw?
         self.hooked = {path for path, m in root.named_modules() if has_foreign_hooks(m)}
         self.made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()    # by code that is no node
@@ -239,7 +240,7 @@ class Session:
             if (place := self._leaks(tracer, module)) is not None:
                 raise TraceError(f"keeps a traced value in {place}")
             example = _example_of(result)
-            if tracer.listener.drew and not self.ignores_draws:
+            if (tracer.listener.drew or self.model_draws_outside) and not self.ignores_draws:
                 raise TraceError("depends on random numbers from outside of torch")
             self.captures[path] = _finish(tracer, call, kind, result)
             return example, True

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..constants import ABSENT, storage_of
 from ..failures import InputError
 from .clone import attributes
-from .draws import OwnDraws, kept_outside_draws
+from .draws import OwnDraws, kept_outside_draws, numpy_state
 from .example import Example
 from .listener import Listener
 from .traced import quiet
@@ -219,9 +219,10 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
     while True:
         args, kwargs = example.fresh()
         try:
-            heard = Listener()
+            heard, numpy_before = Listener(), numpy_state()
             with quiet(root), kept_outside_draws(lambda: heard.drew, lambda: heard.seeded), heard, _StateWatch(_storages(root, written)) as watch:  # noqa: B023
                 want = root.forward(*args, **kwargs)
+                heard.drew = heard.drew or (heard.may_draw and numpy_state() != numpy_before)
             if watch.compiled:                             # what torch.cond compiles inside a mode fails outside of it
                 torch._dynamo.reset()
             return Reference(want, written, dataclasses.replace(example, draws=watch.drew, draws_outside=heard.drew), heard.drew, heard.seeded, watch.fragile)

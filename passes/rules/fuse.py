@@ -129,6 +129,8 @@ def _refuse_embedding(match: Match, context: Context) -> str | None:
         return "max_norm changes the table"
     if alias is None:
         return "the table is computed from the weight"
+    if len(weight.constant.shape) != 2:
+        return "the weight is no table of two axes"
     if not weight.layout.plain or alias.shape != weight.constant.shape or alias.axes != ((0,), (1,)):
         return "the table is a part of another weight"
     if call.get("dim", 0) not in (0, -2):
@@ -136,7 +138,7 @@ def _refuse_embedding(match: Match, context: Context) -> str | None:
     ids = _ids(call)
     seen = meta_of(ids).get("value") if isinstance(ids, fx.Node) else None
     if use.op in ("index", "index_select") and (seen is None or seen.dtype not in (torch.int64, torch.int32)):
-        return "the index is not one tensor of whole numbers"
+        return "the index is no tensor of whole numbers in the first axis"
     if use.op == "index_select" and seen is not None and len(seen.shape) != 1:
         return "index_select with one number as a tensor"
     return None if _constant_chain(call[use.operand]) else "the part of the table depends on the input"

@@ -95,6 +95,8 @@ def _composed(user: type[Any], parts: tuple[type[Part], ...]) -> type[Any]:
     namespace: dict[str, Any] = {"_inro_user_class": user, "_inro_parts": parts, "__module__": user.__module__,
                                  "__qualname__": user.__qualname__, "__doc__": user.__doc__, "__reduce_ex__": _reduce,
                                  "__new__": lambda cls, *args, **kwargs: user(*args, **kwargs)}     # type(q)() is a plain one
+    if hasattr(user, "save_pretrained"):
+        namespace["save_pretrained"] = _refuse_to_save
     after: tuple[type, ...] = ()
     for part in parts:
         after += part.compose(user, namespace)
@@ -103,6 +105,12 @@ def _composed(user: type[Any], parts: tuple[type[Part], ...]) -> type[Any]:
     made = make(user.__name__, (*parts, *(() if parts else (Rebased,)), user, *after), namespace)
     _made[key] = made
     return made          # type: ignore[no-any-return]
+
+
+def _refuse_to_save(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Stands in for the ``save_pretrained`` of a library, whose ``from_pretrained`` would fill in random weights without a word."""
+    raise ModelError("save_pretrained would write codes that from_pretrained does not know: write the model with inro_fx.save, and read it "
+                     "with inro_fx.load")
 
 
 _fixed: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()

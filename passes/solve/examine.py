@@ -29,7 +29,7 @@ def examined(scheme: Scheme, layout: Layout, dtype: torch.dtype) -> StoredForm:
 
 
 def _examined(scheme: Scheme, layout: Layout, dtype: torch.dtype) -> StoredForm:
-    matrix = torch.linspace(-1, 1, 2 * layout.columns, dtype=torch.float32).reshape(2, layout.columns).to(dtype)
+    matrix = torch.linspace(-1, 1, 2 * layout.columns, dtype=torch.float32, device="cpu").reshape(2, layout.columns).to(dtype)
     parts = checked_parts(scheme, scheme.pack(matrix), 2)
     if any(part.device.type != "cpu" for part in parts.values()):
         raise SchemeError(f"the scheme {scheme.name} packs a matrix on the CPU to parts elsewhere")
@@ -56,10 +56,10 @@ def _try_operator(scheme: Scheme, name: str, parts: Mapping[str, Tensor], layout
     function, trailing = found
     held = [parts[part] for part in scheme.parts]
     if name == "linear":
-        result = function(torch.zeros(3, layout.columns, dtype=dtype), *held, None, *trailing, layout.columns)
+        result = function(torch.zeros(3, layout.columns, dtype=dtype, device="cpu"), *held, None, *trailing, layout.columns)
         wanted: tuple[int, ...] = (3, 2)
     else:
-        result = function(torch.zeros(3, dtype=torch.long), *held, *trailing, layout.columns, dtype)
+        result = function(torch.zeros(3, dtype=torch.long, device="cpu"), *held, *trailing, layout.columns, dtype)
         wanted = (3, layout.columns)
     if not isinstance(result, Tensor) or tuple(result.shape) != wanted:
         raise SchemeError(f"the operator of the scheme {scheme.name} for {name} gives {_form(result)} where {wanted} is due")
