@@ -41,12 +41,13 @@ class Int8SymmetricTensor(torch.Tensor):
     codes: Tensor
     scale: Tensor
     transposed: bool
+    writes: list[int]                           # one number, how often the codes were written, for all that share them
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, transposed: bool = False) -> Any:
         shape = tuple(codes.shape)[::-1] if transposed else tuple(codes.shape)
         new = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device, requires_grad=False)
-        new.codes, new.scale, new.transposed = codes, scale, transposed
+        new.codes, new.scale, new.transposed, new.writes = codes, scale, transposed, [0]
         return new
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -75,8 +76,13 @@ class Int8SymmetricTensor(torch.Tensor):
         if not values.numel():
             return
         kept = values.abs().amax(1, keepdim=True) == before.abs().amax(1, keepdim=True)
-        self.scale.copy_(torch.where(kept, self.scale, int8_rowwise_full.pack(values)["scale"]))
-        self.codes.copy_(torch.where(kept & (values == before), self.codes, int8_rowwise_full.pack(values, self.scale)["codes"]))
+        scale = torch.where(kept, self.scale, int8_rowwise_full.pack(values)["scale"])
+        self._put(torch.where(kept & (values == before), self.codes, int8_rowwise_full.pack(values, scale)["codes"]), scale)
+
+    def _put(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes.copy_(codes)
+        self.scale.copy_(scale)
+        self.writes[0] += 1
 
     def __setitem__(self, index: Any, value: Any) -> None:
         values = self.detach().dequantize()
@@ -92,7 +98,7 @@ class Int8SymmetricTensor(torch.Tensor):
     def data(self, values: Tensor) -> None:
         new = values if isinstance(values, Int8SymmetricTensor) else Int8SymmetricTensor.from_float(values)
         torch.Tensor.data.__set__(self, new)
-        self.codes, self.scale, self.transposed = new.codes, new.scale, new.transposed
+        self.codes, self.scale, self.transposed, self.writes = new.codes, new.scale, new.transposed, new.writes
 
     def _use_count(self) -> int:
         """How torch.utils.swap_tensors, by which Module.to converts a parameter, asks whether anything else refers to it.
@@ -134,30 +140,37 @@ class Int8SymmetricTensor(torch.Tensor):
             whole_of = {id(values): whole for whole, values in shown.values()}
             return tree_map(lambda x: whole_of.get(id(x), x), result)
         for whole, values in shown.values() if func.is_view else ():
-            result = tree_map(_Source(whole, values, _version(whole)).shown, result)
+            result = tree_map(_Source(whole, values, whole.writes[0]).shown, result)
         return result
 
     def _like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Int8SymmetricTensor:
         return Int8SymmetricTensor(change(self.codes), change(self.scale), dtype or self.dtype, self.transposed)
 
+    def _alias(self, transposed: bool | None = None) -> Int8SymmetricTensor:
+        """The same codes again."""
+        new = Int8SymmetricTensor(self.codes, self.scale, self.dtype, self.transposed if transposed is None else transposed)
+        new.writes = self.writes
+        return new
+
 
 @dataclasses.dataclass
 class _Source:
-    """The numbers of a tensor for as long as views of them live; ``version`` is the tensor's when they were computed."""
+    """The numbers of a tensor for as long as views of them live; ``seen`` are its writes that they know."""
 
     whole: Int8SymmetricTensor
     values: Tensor
-    version: int
-
-    def written(self) -> bool:
-        """Whether the tensor was written since; for one that counts no versions (of inference mode) it must be assumed."""
-        return self.version == -1 or self.version != _version(self.whole)
+    seen: int
 
     def refresh(self) -> None:
         """Computes the numbers again if the tensor was written."""
-        if self.written():
+        if self.seen != self.whole.writes[0]:
             self.values.copy_(self.whole.dequantize())
-            self.version = _version(self.whole)
+            self.seen = self.whole.writes[0]
+
+    def keep(self) -> None:
+        """Writes the numbers to the tensor. They themselves stay as they are, so that many writes round only once."""
+        self.whole._write(self.values)
+        self.seen = self.whole.writes[0]
 
     def shown(self, view: Any) -> Any:
         """A view of ``values``, so that writes to it are seen; anything else as it is."""
@@ -182,11 +195,11 @@ class _View(torch.Tensor):
                 x.source.refresh()
             plain = {i: x.as_subclass(Tensor) for i, x in views.items()}
             args, kwargs = tree_map(lambda x: plain.get(id(x), x), (args, kwargs or {}))
+            before = [_version(x) for x in views.values()]
             result = func(*args, **kwargs)
-            for x in views.values():
-                if x.source.written():
-                    x.source.whole._write(x.source.values)
-                    x.source.version = _version(x.source.whole)
+            for x, version in zip(views.values(), before, strict=True):
+                if version is None or version != _version(x):
+                    x.source.keep()
             same = {id(plain[i]): x for i, x in views.items()}
             for x in views.values():
                 result = tree_map(lambda r, x=x: same.get(id(r), x.source.shown(r)), result)
@@ -200,8 +213,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return tree_leaves([given.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write])
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor) -> int | None:
+    """Changes with every write; None for a tensor of inference mode, which does not count them."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _is(value: Any) -> bool:
@@ -229,8 +243,8 @@ def _addmm(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
 
 def _transpose(w: Int8SymmetricTensor, *dims: int) -> Any:
     if dims and {d % 2 for d in dims} != {0, 1}:
-        return w._like(lambda t: t)
-    return Int8SymmetricTensor(w.codes, w.scale, w.dtype, not w.transposed)
+        return w._alias()
+    return w._alias(not w.transposed)
 
 
 def _to_copy(w: Int8SymmetricTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
@@ -241,14 +255,13 @@ def _to_copy(w: Int8SymmetricTensor, *, dtype: torch.dtype | None = None, device
 
 def _view(w: Int8SymmetricTensor, shape: Any) -> Any:
     same = [s if s != -1 else n for s, n in zip(shape, w.shape, strict=False)] == list(w.shape) and len(shape) == 2
-    return w._like(lambda t: t) if same else NotImplemented
+    return w._alias() if same else NotImplemented
 
 
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not _is(target) or not _is(source) or target.shape != source.shape or target.transposed != source.transposed:
         return NotImplemented
-    target.codes.copy_(source.codes)
-    target.scale.copy_(source.scale)
+    target._put(source.codes, source.scale)
     return target
 
 
@@ -260,7 +273,7 @@ def _empty_like(w: Int8SymmetricTensor, *, dtype: torch.dtype | None = None, dev
 
 _RULES: dict[Any, Callable] = {
     aten.mm.default: _mm, aten.addmm.default: _addmm, aten.t.default: _transpose, aten.transpose.int: _transpose,
-    aten.detach.default: lambda w: w._like(lambda t: t.detach()), aten.alias.default: lambda w: w._like(lambda t: t),
+    aten.detach.default: Int8SymmetricTensor._alias, aten.alias.default: Int8SymmetricTensor._alias,
     aten.clone.default: lambda w, **_: w._like(lambda t: t.clone()), aten._to_copy.default: _to_copy, aten.view.default: _view,
     aten._unsafe_view.default: _view, aten.copy_.default: _copy,
     aten.empty_like.default: _empty_like,

@@ -212,7 +212,7 @@ def _check_architecture(root: nn.Module, manifest: Manifest, file: str) -> None:
         raise FileError(f"{file} holds a {shown(manifest.model)} that does not fit this {type(root).__name__}: {_listed(found)}")
     paths = {path for path, _ in root.named_modules(remove_duplicate=False)}
     for weight in manifest.weights:
-        for path in (weight["module"], weight["holder"]):
+        for path in (weight["module"], weight["holder"], *manifest.records):
             if path not in paths:
                 raise FileError(f"{file} holds a {shown(manifest.model)} that does not fit this {type(root).__name__}: the model lacks "
                                 f"the module {shown(path)}")

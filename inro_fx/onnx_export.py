@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ __all__ = ["export_onnx"]
 
 OPSET = 21                 # the first with DequantizeLinear of 4-bit and 16-bit integers, and of blocks
 MOST_BYTES = 2**31 - 1     # of one protobuf message
+SIZE = object()            # in the steps of a program: a number that depends on the sizes of its inputs
 FLOAT, UINT8, INT8, INT16, INT32, DOUBLE = 1, 2, 3, 5, 6, 11        # ONNX's numbers of dtypes
 
 
@@ -91,8 +93,8 @@ def _innermost(error: BaseException) -> str:
 def _for_any_rows(model: nn.Module, example: Example) -> tuple[torch.export.ExportedProgram, str]:
     """The model as a program, and what to say where it takes no other number of rows than the example has.
 
-    torch.export makes a constant of a size of 1. Two rows are shown to it then, and the program for them is taken where it consists
-    of the same operators: a forward may ask whether there is one row only.
+    torch.export makes a constant of a size of 1. Two rows are shown to it then, and the program for them is taken where it computes
+    the same: a forward may ask whether there is one row only.
     """
     program = _exported(model, *example.fresh())
     rows = next((x.shape[0] for x in tree_leaves((example.args, example.kwargs)) if isinstance(x, Tensor) and x.dim() > 1), 0)
@@ -100,7 +102,7 @@ def _for_any_rows(model: nn.Module, example: Example) -> tuple[torch.export.Expo
     if rows == 1:
         try:
             doubled = _exported(model, *tree_map(_two_rows, example.fresh()))
-            if _operators(doubled) != _operators(program):
+            if not _alike(_steps(program), _steps(doubled)):
                 why = "the model computes something else with two rows"
             elif not _fixes_rows(doubled):
                 program = doubled
@@ -115,10 +117,28 @@ def _two_rows(x: Any) -> Any:
     return torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == 1 else x
 
 
-def _operators(program: torch.export.ExportedProgram) -> list[tuple[Any, int]]:
-    """Each operator on tensors with the rank of its result."""
-    return [(node.target, node.meta["val"].dim()) for node in program.graph.nodes
-            if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)]
+def _steps(program: torch.export.ExportedProgram) -> list[list[Any]]:
+    """Each operator on tensors, the ranks of its results, and its arguments: tensors by their number, sizes that vary as `SIZE`."""
+    names: dict[torch.fx.Node, Any] = {}
+    steps: list[list[Any]] = []
+    for node in program.graph.nodes:
+        ranks = [value.dim() for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+        if node.op in ("placeholder", "get_attr"):
+            names[node] = node.name
+        elif node.target is torch.ops.aten.slice.Tensor and node.args[2:] == (0, sys.maxsize):      # x[:], left out of a size of 1
+            names[node] = names[node.args[0]]
+        elif node.op == "output" or ranks:
+            names[node] = f"%{len(steps)}"
+            leaves = tree_leaves((node.args, node.kwargs))
+            steps.append([node.target, *ranks, *(names.get(x, SIZE) if isinstance(x, torch.fx.Node) else x for x in leaves)])
+    return steps
+
+
+def _alike(steps: list[list[Any]], doubled: list[list[Any]]) -> bool:
+    """Are the steps the same, but for numbers that became sizes?"""
+    def same(step: list[Any], other: list[Any]) -> bool:
+        return len(step) == len(other) and all(b is SIZE or a == b for a, b in zip(step, other, strict=True))
+    return len(steps) == len(doubled) and all(map(same, steps, doubled))
 
 
 def _fixes_rows(program: torch.export.ExportedProgram) -> bool:

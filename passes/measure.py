@@ -23,6 +23,7 @@ from .capture.session import Session
 from .carriers import carrier_of, observed_use
 from .failures import InroError, SchemeError
 from .program import Program, meta_of
+from .run.classes import compiling
 from .run.forward import GraphForward
 from .solve.plan import Target, Weight
 
@@ -279,7 +280,7 @@ class _PythonUses(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         value = func(*args, **kwargs)
-        if torch.compiler.is_compiling() or carrier_of(func) is None:
+        if compiling() or carrier_of(func) is None:
             return value
         for use in observed_use(func, args, kwargs, self.alias):
             key = self.keys.get((use.constant, f"({use.op})"))

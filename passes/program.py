@@ -194,7 +194,7 @@ class Derived:
         return f"derived_{self.make.__name__}"
 
     def __call__(self, *sources: Tensor) -> Any:
-        if torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or torch._C._len_torch_dispatch_stack():
             return self.make(*sources)
         seen = tuple((s, s._version) for s in sources if not s.is_inference())
         same = len(seen) == len(self._seen) == len(sources) and all(

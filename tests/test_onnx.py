@@ -1,6 +1,7 @@
 """ONNX: the exported file keeps the integers and computes what the quantized model computes, at other batch sizes too."""
 
 import collections
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 runtime = pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.filterwarnings("ignore")
-SCHEMES = {"int8": "DequantizeLinear", "int8_tensor": "DequantizeLinear", "int8_dynamic": None, "int8_static": None, "int4": None}
+SCHEMES = {"int8": "DequantizeLinear", "int8_tensor": "DequantizeLinear", "int8_dynamic": None, "int8_static": None,
+           "int4": "DequantizeLinear"}
+INTEGERS = (onnx.TensorProto.UINT8, onnx.TensorProto.INT8, onnx.TensorProto.INT4)
 NOT_IN_ONNX = {"sliced": "only 4D query", "value_branch": "data-dependent"}       # neither are the float models
 
 
@@ -37,19 +40,111 @@ def test_the_same_numbers_in_onnx_runtime(name, scheme, tmp_path):
         assert got.shape == want.shape
         assert relative(want, got) < 2e-4                         # int8: 15-bit activations in the C kernel
     graph = onnx.load(file).graph
-    codes = sum(t.numel() for n, t in small.state_dict().items() if "_codes" in n)
-    constants = [*graph.initializer, *(n.attribute[0].t for n in graph.node if n.op_type == "Constant")]
-    whole = sum(onnx.numpy_helper.to_array(i).size for i in constants if i.data_type in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8))
-    assert whole == codes
+    codes = {n: t for n, t in small.state_dict().items() if "_codes" in n}
+    assert sum(len(i.raw_data) for i in graph.initializer if i.data_type in INTEGERS) == sum(t.numel() for t in codes.values())
     if SCHEMES[scheme]:
         assert collections.Counter(n.op_type for n in graph.node)[SCHEMES[scheme]] >= len({r.layer for r in inro_fx.report(small).rows})
 
 
-@pytest.mark.parametrize("scheme", [inro_fx.uniform(2), inro_fx.uniform(50, 5), inro_fx.uniform(1000)], ids=lambda s: s.name)
-def test_any_width_of_codes(scheme, tmp_path):
-    small = inro_fx.quantize_graph(nn.Sequential(nn.Linear(27, 33), nn.Linear(33, 8)), torch.randn(2, 27), scheme)
-    x = torch.randn(5, 27)
-    assert relative(small(x), run(inro_fx.export_onnx(small, x, tmp_path / "m.onnx"), (x,))) < 2e-4
+class Words(nn.Module):
+    """A table that is looked up, and multiplied by where it is ``tied``; a layer of odd sizes between."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.table, self.up, self.down, self.head = nn.Embedding(40, 27), nn.Linear(27, 33), nn.Linear(33, 27), nn.Linear(27, 40)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(self.down(torch.relu(self.up(self.table(ids)))))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("scheme", "kinds"), [
+    (inro_fx.uniform(1, 8), {"INT4", "UINT8"}), (inro_fx.uniform(2), {"INT4", "UINT8"}), (inro_fx.uniform(7, "tensor"), {"INT4", "UINT8"}),
+    (inro_fx.uniform(7, 40), {"INT4", "UINT8"}), (inro_fx.uniform(50, 5), {"INT8", "UINT8"}), (inro_fx.uniform(15), {"INT8", "UINT8"}),
+    (inro_fx.uniform(127, 16), {"INT8"}), (inro_fx.uniform(1000), {"INT16"}), (inro_fx.uniform(1000, 8), {"INT16"}),
+    (inro_fx.uniform(2**20), {"INT32"}), (inro_fx.uniform(2**20, 8), {"INT32"}),
+], ids=lambda value: getattr(value, "name", ""))
+def test_any_width_of_codes(scheme, kinds, tied, tmp_path):
+    wide = scheme.bits > 16
+    small = inro_fx.quantize_graph(Words(tied).to(torch.float64 if wide else torch.float32), torch.randint(0, 40, (2, 5)), scheme)
+    file = inro_fx.export_onnx(small, torch.randint(0, 40, (2, 5)), tmp_path / "m.onnx")
+    for ids in (torch.randint(0, 40, (2, 5)), torch.randint(0, 40, (1, 3))):
+        assert relative(small(ids), run(file, (ids,))) < (1e-12 if wide else 2e-4)
+    onnx.checker.check_model(onnx.load(file), full_check=True)
+    found = {onnx.TensorProto.DataType.Name(i.data_type) for i in onnx.load(file).graph.initializer} - {"FLOAT", "DOUBLE", "INT64"}
+    assert found - {"INT32"} == kinds - {"INT32"} - ({"UINT8"} if tied else set())       # INT32 are the steps of unpacking, too
+
+
+@pytest.mark.parametrize(("scheme", "rest"), [("int4", 4096), (inro_fx.uniform(7), 4096), (inro_fx.uniform(1, 32), 70_000), ("int8", 4096)],
+                         ids=["int4", "rows of four bits", "two bits", "int8"])
+def test_the_file_is_as_small_as_the_weights(scheme, rest, tmp_path):
+    model, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 256)), torch.randn(2, 512)
+    small = inro_fx.quantize_graph(model, x, scheme)
+    file = inro_fx.export_onnx(small, x, tmp_path / "m.onnx")
+    held = sum(t.numel() * t.element_size() for t in small.state_dict().values())
+    assert held < file.stat().st_size + 1 < held + (held if "1, 32" in getattr(scheme, "name", "") else rest)
+    assert relative(small(x), run(file, (x,))) < 2e-4
+    optimized = runtime.InferenceSession(file).run(None, {"input": x.numpy()})[0]            # it quantizes the activations
+    assert relative(small(x), torch.from_numpy(optimized)) < 2e-2
+
+
+def test_blocks_are_laid_out_as_the_runtime_multiplies_them(tmp_path):
+    small = inro_fx.quantize_graph(nn.Linear(64, 32), torch.randn(2, 64), "int4")
+    graph = onnx.load(inro_fx.export_onnx(small, torch.randn(2, 64), tmp_path / "m.onnx")).graph
+    assert [n.op_type for n in graph.node] == ["DequantizeLinear", "MatMul", "Add"]
+    assert {a.name: a.i for a in graph.node[0].attribute} == {"axis": 0, "block_size": 32}
+    assert {tuple(i.dims) for i in graph.initializer} == {(64, 32), (2, 32), (32,)}
+
+
+def test_dimensions_have_names_and_nothing_of_this_machine_is_in_the_file(tmp_path):
+    model, inputs = MODELS["encoder"]()
+    file = inro_fx.export_onnx(quantize(model, inputs, "int8"), inputs, tmp_path / "m.onnx")
+    graph = onnx.load(file).graph
+    sizes = [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*graph.input, *graph.output)]
+    assert sizes == [["src_dim_0", "src_dim_1", 16]] * 2
+    assert not [n.name for n in graph.node if n.metadata_props or n.doc_string]
+
+
+class Asks(nn.Module):
+    """Does something else for one row."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.a, self.b, self.ask = nn.Linear(8, 8), nn.Linear(8, 8), forward
+
+    def forward(self, x):
+        return self.ask(self, x)
+
+
+@pytest.mark.parametrize("model", [
+    Asks(lambda self, x: self.a(x)[:, 0]), Asks(lambda self, x: self.a(x).flatten(1) * x.shape[0]), nn.LSTM(8, 8, batch_first=True),
+    nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True),
+], ids=["first", "number of rows", "lstm", "encoder"])
+def test_an_example_of_one_row_gives_a_file_for_any_number(model, tmp_path):
+    x = torch.randn(1, 5, 8)
+    small = inro_fx.quantize_graph(model.eval(), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        file = inro_fx.export_onnx(small, x, tmp_path / "m.onnx")
+    for grown in (x, torch.randn(3, 5, 8)):
+        assert relative(first(small(grown)), run(file, (grown,))) < 2e-4
+
+
+@pytest.mark.parametrize(("forward", "rows", "why"), [
+    (lambda self, x: self.a(x) if x.shape[0] == 1 else self.b(x), 1, "the model computes something else with two rows"),
+    (lambda self, x: self.a(x) * (2.5 if x.shape[0] == 1 else 1.5), 1, "the model computes something else with two rows"),
+    (lambda self, x: self.a(x).squeeze(), 1, "the model computes something else with two rows"),
+    (lambda self, x: self.a(x).reshape(8), 1, r"with two rows the model cannot be exported \("),
+    (lambda self, x: self.a(x) + torch.ones(2, 8), 2, "torch.export makes a constant of that number"),
+], ids=["branch", "number", "squeeze", "reshape", "two"])
+def test_a_file_for_one_number_of_rows_says_so(forward, rows, why, tmp_path):
+    x = torch.randn(rows, 8)
+    small = inro_fx.quantize_graph(Asks(forward), x)
+    with pytest.warns(UserWarning, match=f"the ONNX file takes {rows} rows? only, as many as the example inputs have: {why}"):
+        file = inro_fx.export_onnx(small, x, tmp_path / "m.onnx")
+    assert relative(small(x), run(file, (x,))) < 2e-4
 
 
 @pytest.mark.parametrize("name", NOT_IN_ONNX)

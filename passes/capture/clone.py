@@ -54,7 +54,8 @@ def clone(model: nn.Module) -> nn.Module:
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """deepcopy, with modules whose class cannot be extended in place as instances of one that can."""
-    shells = {module: rebased(module) for module in model.modules() if needs_rebasing(user_class(module))}
+    shells = {module: rebased(module) for module in model.modules()
+              if type(module) is user_class(module) and needs_rebasing(type(module))}
     memo.update({id(module): shell for module, shell in shells.items()})
     copied = copy.deepcopy(model, memo)
     for module, shell in shells.items():

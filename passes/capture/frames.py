@@ -27,7 +27,9 @@ _frames = _Frames()
 
 
 def active() -> Any:
-    """The tracer or the run of a leaf that module calls of this thread go to; None for ordinary execution."""
+    """What module calls of this thread go to; None for ordinary execution, and for what torch compiles meanwhile (inside torch.cond)."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
     return _frames.stack[-1] if _frames.stack else None
 
 

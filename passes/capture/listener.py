@@ -11,6 +11,8 @@ The calls that torch's own code makes are its own affair.
 from __future__ import annotations
 
 import dis
+import inspect
+import os
 import sys
 import sysconfig
 import types
@@ -47,7 +49,7 @@ REFUSED: Mapping[Any, str] = {
 
 def _by_code(table: Mapping[Any, str]) -> dict[Any, str]:
     """The table by code object, which is what a call of a Python function shows; functions of C stay as they are."""
-    return {getattr(f, "__code__", f): text for f, text in table.items()}
+    return {getattr(inspect.unwrap(f), "__code__", f): text for f, text in table.items()}
 
 
 _SETTING_OF = {**_by_code({f: name for name, f in SETTINGS.items()}), **_by_code(SPELLINGS)}
@@ -114,8 +116,9 @@ class Listener:
             self.reached += [(name, frame.f_locals[name]) for name in code.co_freevars if name in frame.f_locals]
 
     def _heard(self, function: Any, caller: types.FrameType | None) -> None:
-        decorated = caller is not None and caller.f_code.co_filename == CONTEXTS          # @torch.inference_mode()
-        if caller is None or not decorated and (caller.f_code.co_filename.startswith(INTERNAL) or _is_standard(caller.f_code)):
+        while caller is not None and caller.f_code.co_filename.startswith(WRAPPERS):
+            caller = caller.f_back                                     # of decorated functions
+        if caller is None or caller.f_code.co_filename.startswith(INTERNAL) or _is_standard(caller.f_code):
             return
         if function is id:
             self.facts.add("identity")
@@ -140,7 +143,7 @@ def _is_standard(code: types.CodeType) -> bool:
     return (file.startswith(STANDARD) and "site-packages" not in file) or (file == "<string>" and code.co_name.startswith("__"))
 
 
-CONTEXTS = torch.utils._contextlib.__file__
+WRAPPERS = (torch.utils._contextlib.__file__, torch._compile.__file__, os.path.join(os.path.dirname(torch.__file__), "_dynamo"))
 STANDARD = sysconfig.get_path("stdlib")
 _C_FUNCTIONS = {id, *(f for f in (*_SETTING_OF, *_REFUSAL_OF) if not isinstance(f, types.CodeType))}
 

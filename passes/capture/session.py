@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from ..carriers import Use, observed_use
 from ..constants import ABSENT, Alias, Constant, alias_of_view, find_constants, packed_constants, storage_of
 from ..program import Program, meta_of
-from ..run.classes import user_class
+from ..run.classes import compiling, user_class
 from ..structure import Slot, find, map_values, rebuild, strip
 from .call import IMMUTABLE, Call, Unusual
 from .clone import attributes
@@ -318,7 +318,7 @@ class _UseRecorder(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if compiling():
             return result
         for tensor in (result,) if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ():
             if isinstance(tensor, Tensor):

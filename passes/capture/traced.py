@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..constants import ABSENT
 from ..run.changes import global_hooks
-from ..run.classes import Part, add_part, has_part, needs_rebasing, remove_part, user_class
+from ..run.classes import Part, add_part, has_part, needs_rebasing, remove_part
 from .frames import active, at_work
 
 __all__ = ["Traced", "listening", "own_call", "quiet"]
@@ -102,7 +102,8 @@ def listening(root: nn.Module) -> Iterator[None]:
     changed = []
     try:
         for module in root.modules():
-            if not needs_rebasing(user_class(module)) and not has_part(module, Traced):
+            changeable = hasattr(type(module), "_inro_parts") or not needs_rebasing(type(module))
+            if changeable and not has_part(module, Traced):
                 changed.append(module)
                 add_part(module, Traced)
         yield

@@ -201,6 +201,7 @@ class Tracer:
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """Traces through a module that the traced code calls; ``call`` is its own ``__call__``."""
+        self._heed()
         path = self.session.path_of(module)
         if path is None or not self.inside(path):
             raise TraceError(f"calls a module held outside the module tree, {type(module).__name__}")

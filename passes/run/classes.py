@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from ..failures import ModelError
 
-__all__ = ["TORCHS", "Part", "add_part", "defines", "has_part", "needs_rebasing", "rebased", "remove_part", "user_class"]
+__all__ = ["TORCHS", "Part", "add_part", "compiling", "defines", "has_part", "needs_rebasing", "rebased", "remove_part", "user_class"]
 
 TORCHS = frozenset(vars(nn.Module()))          # the attributes that every module has
 
@@ -57,9 +57,14 @@ class Part(nn.Module):
                          "torch.export or torch.compile")
 
 
+def compiling() -> bool:
+    """Is a compiler of torch reading this code? (``torch.compiler.is_compiling`` also says so while another thread compiles.)"""
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+
 def _torch_asks() -> bool:
     """Is it torch that consumes the generator which calls this, directly or through ``parameters()``?"""
-    if torch.compiler.is_compiling():
+    if compiling():
         return False
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename == torch_module.__file__:

@@ -13,6 +13,7 @@ from ..capture.frames import active
 from ..capture.listener import SETTINGS
 from ..program import GuardFailed, Program, guard
 from .changes import Watch, global_hooks
+from .classes import compiling
 from .codegen import Compiled, source_of
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Runner:
             return "other inputs are the same tensor"
         if "inference" in call.facts and any(isinstance(v, torch.Tensor) and v.is_inference() for v in flat):
             return "inputs made in inference mode"
-        if self._strides and not torch.compiler.is_compiling() and any(
+        if self._strides and not compiling() and any(
                 isinstance(v, torch.Tensor) and not v.is_contiguous() for v in flat):
             return "inputs with other strides"
         if self.functions.ask is not None:
@@ -140,7 +141,7 @@ def covers(runner: Runner, module: GraphForward, args: tuple[Any, ...], kwargs: 
         return flat
     if not runner.asks:
         return flat, None
-    if torch.compiler.is_compiling():
+    if compiling():
         reason = runner.judge(module, flat)
         return reason or (flat, None)
     key = runner.signature(module, flat)

@@ -20,7 +20,7 @@ from ..failures import GraphNotTaken, InroError
 from ..program import GuardFailed, Program
 from ..structure import Slot, rebuild
 from .changes import watch
-from .classes import Part, add_part, copy_of, defines, has_part, remove_part, user_class
+from .classes import Part, add_part, compiling, copy_of, defines, has_part, remove_part, user_class
 from .codegen import compiled
 from .covers import Runner, covers
 from .plain import GraphData
@@ -57,7 +57,7 @@ class GraphForward(Part):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         reason = "no graph yet"
-        compiling = torch.compiler.is_compiling()
+        by_compiler = compiling()
         for runner in self._inro_runners:
             covered = covers(runner, self, args, kwargs)
             if isinstance(covered, str):
@@ -66,7 +66,7 @@ class GraphForward(Part):
             flat, key = covered
             functions, program = runner.functions, runner.program
             try:
-                if compiling or torch.jit.is_tracing():
+                if by_compiler or torch.jit.is_tracing():
                     results = functions.traced(self, *flat)
                 elif key is not None and runner.verdicts.get(key) is not True:
                     results = functions.run(self, *flat)
@@ -79,22 +79,22 @@ class GraphForward(Part):
                     runner.verdicts[key] = reason
                 continue
             except ERRORS as error:                            # the user's own forward raises it better, or catches it
-                if compiling or self._inro_strict or program.effect is not None or isinstance(error, InroError):
+                if by_compiler or self._inro_strict or program.effect is not None or isinstance(error, InroError):
                     raise
                 reason = f"an operator raises {type(error).__name__}"
                 break
-            if not compiling:
+            if not by_compiler:
                 runner.calls += 1
             template = program.template
             return results if type(template) is Slot else rebuild(template, results)
-        again = None if compiling else self._inro_again
+        again = None if by_compiler else self._inro_again
         if again is not None and (again.eager or not self._inro_strict) and again(self, reason, args, kwargs):
             return self.forward(*args, **kwargs)
         if self._inro_strict:
             path = self._inro_runners[0].program.path if self._inro_runners else ""
             raise GraphNotTaken(f"{path or 'the model'}: the captured graph does not cover this call ({reason}); quantize with other "
                                 f"example_inputs, or with strict=False to run the module's own forward")
-        if not compiling:
+        if not by_compiler:
             self._inro_calls[reason] += 1
         return super().forward(*args, **kwargs)
 

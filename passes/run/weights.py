@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..constants import storage_of
 from ..failures import ModelError
 from ..scheme import Layout, Scheme
-from .classes import Part, add_part, remove_part
+from .classes import Part, add_part, compiling, remove_part
 
 __all__ = ["FakeQuantizedWeights", "Packed", "PackedWeights", "RecurrentWeights", "attach_fake", "attach_packed", "detach_fakes",
            "mapped_dtype", "recurrent"]
@@ -128,7 +128,7 @@ class PackedWeights(Part):
         state = self.__dict__
         if name in state.get("_inro_packed", ()) and state["_parameters"].get(name) is None:
             packed = state["_inro_packed"][name]
-            return packed.unpack(self) if torch.compiler.is_compiling() else UnpackedWeight.of(self, packed)
+            return packed.unpack(self) if compiling() else UnpackedWeight.of(self, packed)
         if name in state.get("_inro_links", ()):
             holder, there = state["_inro_links"][name]
             return getattr(holder, there)
