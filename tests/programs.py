@@ -1265,6 +1265,7 @@ def state_differs(a, b):
         own, others_own = ([n for n in vars(m) if n not in TORCHS and not n.startswith(("_inro", "_graph"))] for m in (module, other))
         for name in [*module._parameters, *module._buffers, *own]:
             mine, theirs = (v.data if isinstance(v, nn.Parameter) and not v.requires_grad else v for v in (getattr(module, name), getattr(other, name, MISSING)))
+            theirs = theirs.as_subclass(torch.Tensor) if type(theirs).__name__ == "UnpackedWeight" else theirs
             if theirs is MISSING:
                 return f"{where}.{name}: missing"
             found = differs(mine, theirs, f"{where}.{name}")
