@@ -167,6 +167,7 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
         for name, before in session.written.items():
             put_state(root, name, before)
         make_independent(root)
+    session.heard.put_back()
     record = make_record(session, chosen, targets, programs, errors, packer.facts, want, got, float_bytes)
     for weight in chosen.weights.values():
         weight.parts = None

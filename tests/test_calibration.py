@@ -82,6 +82,24 @@ def test_channels_are_kept_apart(kind):
         assert torch.equal(observer.high, torch.cat(batches()).amax(0))
 
 
+@pytest.mark.parametrize("make", [*OBSERVERS.values(), lambda: inro_fx.MovingAverageObserver(axis=1)])
+def test_ranges_stay_exact_in_a_model_of_another_dtype(make):
+    observer = make()
+    observer(batches()[0])
+    before = state(observer)
+    observer.to(torch.bfloat16)
+    assert all(torch.equal(t, state(observer)[n]) and t.dtype == state(observer)[n].dtype for n, t in before.items())
+    observer(batches()[1].bfloat16())
+    assert torch.isfinite(torch.stack(observer.range())).all()
+
+
+def test_channels_that_are_loaded_into_an_observer_of_none_are_refused():
+    channels, whole = inro_fx.MinMaxObserver(axis=1), inro_fx.MinMaxObserver()
+    channels(batches()[0])
+    with pytest.raises(RuntimeError, match="size mismatch for low"):
+        whole.load_state_dict(channels.state_dict())
+
+
 def test_a_few_outliers_are_clipped_and_counted():
     x = torch.randn(100_000)
     x[:5] = 1000.0

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 import inro_fx
 from inro_fx.kernels import KERNELS, LEVELS, Case, best_level, choose, kernel_for, linear_int8, unavailable
 from inro_fx.kernels.choice import Choice
-from inro_fx.numerics import int8_matmul, pack_bits, quantize_rows, unscale
+from inro_fx.numerics import int8_matmul, pack_bits, quantize_lifted, unscale
 
 needs_library = pytest.mark.skipif(best_level() < 0, reason=unavailable or "built")
 SIZES = st.one_of(st.integers(1, 80), st.sampled_from([128, 129, 255, 300]))
 
 
 def dynamic_reference(x, codes, scale, bias):
-    x_codes, x_scale, undo = quantize_rows(x)
+    x_codes, x_scale, undo = quantize_lifted(x)
     y = int8_matmul(x_codes, codes).float() * x_scale * scale.t() * undo
     return y if bias is None else y + bias
 

@@ -7,9 +7,10 @@ The gradient is that of the linear with dequantized weights (straight through th
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..numerics.products import int8_matmul, quantize_rows
+from ..numerics.products import int8_matmul, quantize_lifted
 from .dequantize import reference as dequantize
 from .library import as_rows, as_shape, check_dtypes, define
 from .linear import fake
@@ -19,9 +20,9 @@ __all__ = ["linear_dynamic"]
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, columns: int) -> Tensor:
     check_dtypes(x, bias)
-    x_codes, x_scale, undo = quantize_rows(as_rows(x))
-    y = int8_matmul(x_codes, codes).float().mul_(x_scale).mul_(scale.t()).mul_(undo)
-    y = y if bias is None else y.add_(bias.float())
+    x_codes, x_scale, undo = quantize_lifted(as_rows(x))
+    y = int8_matmul(x_codes, codes).float().mul_(x_scale).mul_(scale.t())
+    y = y.mul_(undo) if bias is None else torch.addcmul(bias.float(), y, undo)
     return as_shape(y.to(x.dtype), (*x.shape[:-1], codes.shape[0]))
 
 

@@ -30,8 +30,8 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, sums: Tensor, input_scale
     rounded = ((flat / input_scale).round() + input_zero).clamp(-HIGHEST, HIGHEST)
     x_codes = rounded.nan_to_num(0.0).to(torch.int8)
     x_scale, undo = lift_scale(input_scale)
-    y = (int8_matmul(x_codes, codes) - input_zero * sums.t()).float().mul_(x_scale).mul_(scale.t()).mul_(undo)
-    y = y if bias is None else y.add_(bias.float())
+    y = (int8_matmul(x_codes, codes) - input_zero * sums.t()).float().mul_(x_scale).mul_(scale.t())
+    y = y.mul_(undo) if bias is None else torch.addcmul(bias.float(), y, undo)
     y = torch.where(flat.isfinite().all(1, keepdim=True), y, torch.nan)
     return as_shape(y.to(x.dtype), (*x.shape[:-1], codes.shape[0]))
 

@@ -32,7 +32,7 @@ def clone(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            memo[id(tensor)] = tensor
+            memo.setdefault(id(tensor), _alias(tensor))
     for value in _reachable([v for module in model.modules() for v in attributes(module).values()]):
         if isinstance(value, Tensor) and value.grad_fn is not None:          # deepcopy refuses results of a calculation
             memo.setdefault(id(value), value.detach().clone())
@@ -50,6 +50,13 @@ def clone(model: nn.Module) -> nn.Module:
         return prepare(_copied(model, memo))
     except Exception as error:
         raise ModelError(f"the model cannot be copied ({type(error).__name__}: {error}): quantize it with inplace=True") from error
+
+
+def _alias(tensor: Tensor | None) -> Tensor | None:
+    """Another tensor object over the same memory, so that ``tensor.data = `` on the copy is not the original's."""
+    if type(tensor) is nn.Parameter:
+        return nn.Parameter(tensor.detach(), tensor.requires_grad)
+    return tensor.detach() if type(tensor) is Tensor and tensor.layout is torch.strided else tensor
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -42,10 +42,10 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", rungs: tuple[
     session = Session(root)
     told = reference_run(root, example, session.state)
     want, example = told.want, told.example
-    session.model_draws, session.model_draws_outside = example.draws, told.drew
-    with kept_outside_draws(lambda: told.drew, lambda: told.seeded):
-        _note_state(session, told.written)
-        for _ in seed_extremes() if told.drew else ():              # most code that draws does so for training alone
+    session.model_draws, session.model_draws_outside, session.heard = example.draws, told.heard.drew, told.heard
+    with kept_outside_draws(lambda: told.heard.drew, lambda: told.heard.seeded):
+        _note_state(session, told.written, told.replaced)
+        for _ in seed_extremes() if told.heard.drew else ():              # most code that draws does so for training alone
             rewind(root, told.written)
             session.ignores_draws = session.ignores_draws and compare(want, run(root, example)) is None
             session.state.restore()
@@ -54,13 +54,16 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", rungs: tuple[
         if mode != "export" and unreached:
             with listening(root):
                 _capture_unreached(session)
+    told.heard.put_back()
     return session, want, example
 
 
-def _note_state(session: Session, written: dict[str, Tensor]) -> None:
+def _note_state(session: Session, written: dict[str, Tensor], replaced: tuple[str, ...]) -> None:
     """Modules whose forward writes to state stay Python."""
     for path, _, name in list(session.state.changed()):
         session.refuse(path, f"changes self.{name} in forward")
+    for name in replaced:
+        session.refuse(name.rpartition(".")[0], f"changes self.{name.rpartition('.')[2]} in forward")
     session.state.restore()
     for module in session.root.modules():                # those that the first call has built
         module.training = False

@@ -68,6 +68,7 @@ class Listener:
         self.seeded = False                     # torch's generator
         self.calling = ""                       # the function of C that was called last
         self.reached: list[tuple[str, Any]] = []             # globals and closures that the code names: (name, value's holder)
+        self._notes: list[tuple[str, Any, Any]] = []         # (name, container or the names that it is among, what was in it)
         self._known: dict[types.CodeType, bool] = {}        # code -> is it torch's or ours?
         self._before: Any = None
 
@@ -107,13 +108,44 @@ class Listener:
         """Notes what code can reach beside its arguments."""
         code, names = frame.f_code, frame.f_globals
         self.reached += [(name, names[name]) for name in code.co_names if name in names]
+        for name in code.co_names:
+            if name in names:
+                self._note(name, names[name], names)
         numpy = sys.modules.get("numpy")
         if numpy is not None and not self.may_draw:
             reachable = [names[n] for n in code.co_names if n in names] + [frame.f_locals.get(n) for n in code.co_freevars]
             self.may_draw = any(v is numpy.random or (v is numpy and "random" in code.co_names)
                                 or getattr(v, "__self__", None) is numpy.random.mtrand._rand for v in reachable)
+        for name in code.co_freevars:
+            self._note(name, frame.f_locals.get(name), None)
         if code.co_freevars:
             self.reached += [(name, frame.f_locals[name]) for name in code.co_freevars if name in frame.f_locals]
+
+    def _note(self, name: str, value: Any, names: dict[str, Any] | None) -> None:
+        """Remembers what is in a list, dict or set that code can reach, or the number that a global is."""
+        if any(held is value for _, held, _ in self._notes):
+            return
+        if type(value) in (list, dict, set) and len(value) < 10_000:
+            self._notes.append((name, value, value.copy()))
+        elif names is not None and type(value) in (int, float, bool, str):
+            self._notes.append((name, names, value))
+
+    def changed(self) -> str | None:
+        """The first thing outside of the model that the code has changed."""
+        return next((name for name, held, before in self._notes if _differs(name, held, before)), None)
+
+    def put_back(self) -> None:
+        """Undoes such changes: runs of our own are nobody's."""
+        for name, held, before in self._notes:
+            if not _differs(name, held, before):
+                continue
+            if isinstance(held, dict) and not isinstance(before, dict):
+                held[name] = before
+            elif isinstance(held, list):
+                held[:] = before
+            else:
+                held.clear()
+                held.update(before)
 
     def _heard(self, function: Any, caller: types.FrameType | None) -> None:
         while caller is not None and caller.f_code.co_filename.startswith(WRAPPERS):
@@ -146,6 +178,18 @@ def _is_standard(code: types.CodeType) -> bool:
 WRAPPERS = (torch.utils._contextlib.__file__, torch._compile.__file__, os.path.join(os.path.dirname(torch.__file__), "_dynamo"))
 STANDARD = sysconfig.get_path("stdlib")
 _C_FUNCTIONS = {id, *(f for f in (*_SETTING_OF, *_REFUSAL_OF) if not isinstance(f, types.CodeType))}
+
+
+def _differs(name: str, held: Any, before: Any) -> bool:
+    try:
+        if isinstance(held, dict) and not isinstance(before, dict):
+            return bool(held.get(name) != before)
+        if isinstance(held, set):
+            return bool(held != before)
+        items, were = (held.items(), before.items()) if isinstance(held, dict) else (enumerate(held), enumerate(before))
+        return len(held) != len(before) or any(a is not b for (_, a), (_, b) in zip(items, were, strict=True))
+    except Exception:
+        return True
 
 
 def place(frame: types.FrameType) -> str:

@@ -23,6 +23,7 @@ from .clone import attributes
 from .draws import OwnDraws
 from .frames import active, at_work
 from .leaks import take_back
+from .listener import Listener
 from .proxy import TensorProxy, TraceError, example_of, is_proxy
 from .state import ModuleState
 from .traced import own_call
@@ -48,6 +49,7 @@ class Session:
         self.draws = OwnDraws()
         self.model_draws = False                        # from torch's generators
         self.model_draws_outside = False                # from Python's or numpy's
+        self.heard = Listener()                         # what was heard of the model's code in its first run
         self.ignores_draws = True                       # does the output stay the same whatever Python and numpy draw?
         self.hooked = {path for path, m in root.named_modules() if has_foreign_hooks(m)}
         self.made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()    # by code that is no node
@@ -237,6 +239,8 @@ class Session:
             leaves_after, spec_after = tree_flatten(traced)
             if spec != spec_after or any(a is not b for a, b in zip(leaves, leaves_after, strict=True)):
                 raise TraceError("changes a container among its inputs")
+            if (changed := tracer.listener.changed()) is not None:
+                raise TraceError(f"changes {changed}, which is outside of the model")
             if (place := self._leaks(tracer, module)) is not None:
                 raise TraceError(f"keeps a traced value in {place}")
             example = _example_of(result)

@@ -203,29 +203,46 @@ class _StateWritten(Exception):
 class Reference:
     """What a run of the float model told: its output ``want``, the state ``written`` as it was before (each such tensor is the copy's own
     from then on), the ``example`` that knows whether the model draws, whether it ``drew`` from Python's or numpy's generators or
-    ``seeded`` torch's, and whether it is ``fragile``: its operators read past their inputs where sizes do not fit."""
+    ``seeded`` torch's, and whether it is ``fragile``: its operators read past their inputs where sizes do not fit. ``replaced`` are buffers that
+    forward puts others in the place of."""
 
     want: Any
     written: dict[str, Tensor]
     example: Example
-    drew: bool = False
-    seeded: bool = False
+    heard: Listener
     fragile: bool = False
+    replaced: tuple[str, ...] = ()
 
 
 def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Reference:
-    """Runs the model, and leaves its state as it was. Raises `InputError` if it does not run."""
+    """Runs the model, and leaves its state as it was. Raises `InputError` if it does not run.
+
+    Operators such as batch norm write to buffers without saying so: all buffers are the copy's own meanwhile, and compared after.
+    """
     written: dict[str, Tensor] = {}
+    buffers = {f"{path}.{name}" if path else name for path, module in root.named_modules() for name, t in module._buffers.items()
+               if t is not None and t.numel() and t.layout is torch.strided and t.device.type != "meta"
+               and not any(name in p.buffers for p in vars(module).get("_inro_packed", {}).values())}
+    kept = {name: put_state(root, name, None) for name in sorted(buffers)}
+    own.see_buffers()
+    copies = {name: held_tensor(root, name) for name in kept}
     while True:
         args, kwargs = example.fresh()
         try:
             heard, numpy_before = Listener(), numpy_state()
-            with quiet(root), kept_outside_draws(lambda: heard.drew, lambda: heard.seeded), heard, _StateWatch(_storages(root, written)) as watch:  # noqa: B023
+            with quiet(root), kept_outside_draws(lambda: heard.drew, lambda: heard.seeded), heard, _StateWatch(_storages(root, {**written, **kept})) as watch:  # noqa: B023
                 want = root.forward(*args, **kwargs)
                 heard.drew = heard.drew or (heard.may_draw and numpy_state() != numpy_before)
+            replaced = tuple(name for name in kept if _held_or_none(root, name) is not copies[name])
+            for name, before in kept.items():
+                if name in replaced or _same_tensor(copies[name], before):
+                    put_buffer(root, name, before)
+                else:
+                    written.setdefault(name, before)
+            own.see_buffers()
             if watch.compiled:                             # what torch.cond compiles inside a mode fails outside of it
                 torch._dynamo.reset()
-            return Reference(want, written, dataclasses.replace(example, draws=watch.drew, draws_outside=heard.drew), heard.drew, heard.seeded, watch.fragile)
+            return Reference(want, written, dataclasses.replace(example, draws=watch.drew, draws_outside=heard.drew), heard, watch.fragile, replaced)
         except _StateWritten as state:
             own.restore()
             written[state.name] = put_state(root, state.name, None)
@@ -258,7 +275,18 @@ def _run_past_modes(root: nn.Module, example: Example, own: ModuleState) -> Refe
         else:
             written[name] = before
     own.see_buffers()
-    return None if want is None else Reference(want, written, example)
+    return None if want is None else Reference(want, written, example, Listener())
+
+
+def _held_or_none(root: nn.Module, name: str) -> Tensor | None:
+    path, _, leaf = name.rpartition(".")
+    return root.get_submodule(path)._buffers.get(leaf)
+
+
+def put_buffer(root: nn.Module, name: str, value: Tensor) -> None:
+    """Puts a buffer back in its place."""
+    path, _, leaf = name.rpartition(".")
+    root.get_submodule(path)._buffers[leaf] = value
 
 
 def held_tensor(root: nn.Module, name: str) -> Tensor:
