@@ -28,7 +28,7 @@ from .passes.capture.clone import clone, make_independent, prepare
 from .passes.capture.example import Example, compare, run, tensors_in
 from .passes.capture.ladder import capture
 from .passes.capture.session import Session
-from .passes.capture.state import ModuleState, held_tensor, put_state
+from .passes.capture.state import ModuleState, held_tensor, rewind
 from .passes.constants import owner_of
 from .passes.measure import run_float, run_quantized
 from .passes.pipeline import run_passes
@@ -156,7 +156,7 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
             for weight in chosen.weights.values():
                 install_weight(root, weight)
         _install_programs(root, session, programs, options)
-        with _state_kept(root, session.written):
+        with _state_kept(root, session.as_they_were):
             got = want
             for batch in batches:
                 got = run_quantized(root, batch, {path: programs[path] for path in session.captures}, errors, tick)
@@ -164,8 +164,7 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
             if batches[-1] is not ready:
                 got = run(root, ready)
     if not options.inplace:
-        for name, before in session.written.items():
-            put_state(root, name, before)
+        rewind(root, session.as_they_were)
         make_independent(root)
     session.heard.put_back()
     record = make_record(session, chosen, targets, programs, errors, packer.facts, want, got, float_bytes)

@@ -34,7 +34,7 @@ def quantize_lifted(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with the two factors as one, which may be denormal: [rows, in] int8 and [rows, 1] float32. A row of zeros has scale 1.
+    """The same with the two factors as one, which may be denormal: [rows, in] int8 and [rows, 1] float32. Zeros have scale 1.
 
     >>> quantize_rows(torch.tensor([[0., 127., -254.]]))
     (tensor([[   0,   64, -127]], dtype=torch.int8), tensor([[2.]]))

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from ..constants import storage_of
 from ..failures import ModelError
 from ..run.classes import TORCHS, needs_rebasing, rebased, user_class
 from ..run.weights import recurrent
 from ..structure import attributes_of, find, map_values
 
-__all__ = ["attributes", "clone", "make_independent", "prepare"]
+__all__ = ["attributes", "bound_storages", "clone", "make_independent", "prepare"]
 
 NOT_USERS = TORCHS | {"_flat_weights", "_flat_weight_refs"}
 
@@ -30,9 +31,11 @@ def clone(model: nn.Module) -> nn.Module:
     as plain parameters of the copy. What Python cannot copy (a lock, an open file) is shared.
     """
     memo: dict[int, Any] = {}
+    bound = bound_storages(model)
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            memo.setdefault(id(tensor), _alias(tensor))
+            if tensor is None or storage_of(tensor) not in bound:          # those are copied with their views
+                memo.setdefault(id(tensor), _alias(tensor))
     for value in _reachable([v for module in model.modules() for v in attributes(module).values()]):
         if isinstance(value, Tensor) and value.grad_fn is not None:          # deepcopy refuses results of a calculation
             memo.setdefault(id(value), value.detach().clone())
@@ -92,17 +95,26 @@ def _reachable(values: list[Any]) -> Iterator[Any]:
         pending.extend(attributes_of(value).values() if not isinstance(value, Tensor) else ())
 
 
+def bound_storages(root: nn.Module) -> set[int]:
+    """The memory of buffers that plain attributes of modules are views of: what is written to one of them, the others show."""
+    held = {id(b): b for module in root.modules() for b in module._buffers.values() if b is not None and b.layout is torch.strided}
+    buffers = {storage_of(b) for b in held.values() if b.numel()}
+    views = _reachable([v for module in root.modules() for v in attributes(module).values()]) if buffers else ()
+    return {storage_of(v) for v in views if isinstance(v, Tensor) and id(v) not in held and v.layout is torch.strided} & buffers
+
+
 def make_independent(root: nn.Module) -> None:
     """Gives every module of a clone tensors of its own: what shares memory with the original is copied, ties stay ties."""
     copies: dict[int, Tensor] = {}
+    bound = bound_storages(root)
     for module in root.modules():
         packed = {buffer for p in module.__dict__.get("_inro_packed", {}).values() for buffer in p.buffers}
         for kind in (module._parameters, module._buffers):
             for name, tensor in kind.items():
                 if tensor is None or name in packed:
                     continue
-                if name.startswith("_constant_"):          # a tensor from outside of the module tree stays that tensor
-                    continue
+                if name.startswith("_constant_") or storage_of(tensor) in bound:
+                    continue                               # tensors from outside of the module tree stay these; bound ones are the copy's own
                 if id(tensor) not in copies:
                     copied = tensor.detach().clone()
                     copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if kind is module._parameters else copied

@@ -44,9 +44,10 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", rungs: tuple[
     want, example = told.want, told.example
     session.model_draws, session.model_draws_outside, session.heard = example.draws, told.heard.drew, told.heard
     with kept_outside_draws(lambda: told.heard.drew, lambda: told.heard.seeded):
+        session.apart = told.apart
         _note_state(session, told.written, told.replaced)
         for _ in seed_extremes() if told.heard.drew else ():              # most code that draws does so for training alone
-            rewind(root, told.written)
+            rewind(root, {**told.written, **told.apart})
             session.ignores_draws = session.ignores_draws and compare(want, run(root, example)) is None
             session.state.restore()
         others = list(itertools.islice(_other_sizes(session, example), 1 if told.fragile else None))
@@ -77,10 +78,10 @@ def _other_sizes(session: Session, example: Example) -> Iterator[tuple[str, Exam
     """What the model itself gives at other sizes than the example's, where it takes them and gives the same twice."""
     for label, other in example.other_sizes():
         try:
-            rewind(session.root, session.written)
+            rewind(session.root, session.as_they_were)
             wanted = run(session.root, other)
             session.state.restore()
-            rewind(session.root, session.written)
+            rewind(session.root, session.as_they_were)
             steady = compare(wanted, run(session.root, other)) is None           # else it reads memory that nobody wrote, say
         except Exception:
             steady = False
@@ -123,7 +124,7 @@ def _outcome(session: Session) -> str:
 def _try_rung(session: Session, rung: str, example: Example, want: Any, others: list[tuple[str, Example, Any]]) -> str | None:
     """Why the rung does not hold; None if the captured model reproduces the reference."""
     args, kwargs = example.fresh()
-    rewind(session.root, session.written)
+    rewind(session.root, session.as_they_were)
     with listening(session.root):
         if rung == "export":
             try:
@@ -146,7 +147,7 @@ def _try_rung(session: Session, rung: str, example: Example, want: Any, others: 
     for label, inputs, expected in (("on the example", example, want), *others):
         try:
             session.state.restore()
-            rewind(session.root, session.written)
+            rewind(session.root, session.as_they_were)
             difference = compare(expected, run(session.root, inputs))
         except Exception as error:
             difference = f"it fails with {brief(error)}"

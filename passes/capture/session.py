@@ -45,6 +45,7 @@ class Session:
         self.python_uses: dict[tuple[str, str, str], Use] = {}         # uses of constants by code that stays Python
         self.kept: Any = None                           # keeps the exported module's identity alive while it is traced
         self.written: dict[str, Tensor] = {}            # parameters and buffers that forward writes to, as they were
+        self.apart: dict[str, Tensor] = {}              # more buffers that the copy has values of its own of
         self.leaves: set[str] = set()                   # modules that must not be traced into
         self.draws = OwnDraws()
         self.model_draws = False                        # from torch's generators
@@ -54,6 +55,11 @@ class Session:
         self.hooked = {path for path, m in root.named_modules() if has_foreign_hooks(m)}
         self.made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()    # by code that is no node
         self.index()
+
+    @property
+    def as_they_were(self) -> dict[str, Tensor]:
+        """The values before the first run of what the copy has values of its own of."""
+        return {**self.written, **self.apart}
 
     def index(self) -> None:
         """(Re)builds the tables of modules and constants."""
@@ -155,7 +161,7 @@ class Session:
             number += 1
         name = f"_constant_{number}"
         module.register_buffer(name, tensor.detach() if tensor.requires_grad else tensor, persistent=False)
-        self.state.see_buffers()
+        self.state.see_buffer(f"{path}.{name}".lstrip("."), module._buffers[name])
         return name
 
     def weights_below(self, path: str) -> bool:

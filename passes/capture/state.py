@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..constants import ABSENT, storage_of
 from ..failures import InputError
-from .clone import attributes
+from .clone import attributes, bound_storages
 from .draws import OwnDraws, kept_outside_draws, numpy_state
 from .example import Example
 from .listener import Listener
@@ -39,16 +39,20 @@ class ModuleState:
                       for path, module in root.named_modules()]
         self.see_buffers()
 
+    def see_buffer(self, name: str, tensor: Tensor | None) -> None:
+        """Takes one buffer (None: its absence) as what shall be there."""
+        path, _, leaf = name.rpartition(".")
+        for owner, _, buffers in self.buffers:
+            if owner == path:
+                buffers.pop(leaf, None) if tensor is None else buffers.update({leaf: tensor})
+
     def see_buffers(self) -> None:
         """Takes the buffers that there are now as those that shall be there."""
         self.buffers = [(path, module, dict(module._buffers)) for path, module, _ in self.saved]
 
     def forget(self, name: str) -> None:
         """Lets go of a buffer or parameter that is replaced."""
-        path, _, leaf = name.rpartition(".")
-        for owner, _, buffers in self.buffers:
-            if owner == path:
-                buffers.pop(leaf, None)
+        self.see_buffer(name, None)
         self._memo = {key: value for key, value in self._memo.items() if isinstance(value, nn.Module)}
 
     def changed(self) -> Iterator[tuple[str, nn.Module, str]]:
@@ -204,7 +208,8 @@ class Reference:
     """What a run of the float model told: its output ``want``, the state ``written`` as it was before (each such tensor is the copy's own
     from then on), the ``example`` that knows whether the model draws, whether it ``drew`` from Python's or numpy's generators or
     ``seeded`` torch's, and whether it is ``fragile``: its operators read past their inputs where sizes do not fit. ``replaced`` are buffers that
-    forward puts others in the place of."""
+    forward puts others in the place of. ``apart`` are more buffers, as they were, whose values the copy has as its own: code that this run
+    did not reach may write to them."""
 
     want: Any
     written: dict[str, Tensor]
@@ -212,6 +217,10 @@ class Reference:
     heard: Listener
     fragile: bool = False
     replaced: tuple[str, ...] = ()
+    apart: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+SMALL = 65_536           # elements: smaller buffers are kept apart from the model's through all runs
 
 
 def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Reference:
@@ -223,9 +232,12 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
     buffers = {f"{path}.{name}" if path else name for path, module in root.named_modules() for name, t in module._buffers.items()
                if t is not None and t.numel() and t.layout is torch.strided and t.device.type != "meta"
                and not any(name in p.buffers for p in vars(module).get("_inro_packed", {}).values())}
-    kept = {name: put_state(root, name, None) for name in sorted(buffers)}
+    bound = bound_storages(root)                    # the copy's own already
+    kept = {name: held.detach().clone() if storage_of(held) in bound else put_state(root, name, None)
+            for name in sorted(buffers) for held in (held_tensor(root, name),)}
     own.see_buffers()
     copies = {name: held_tensor(root, name) for name in kept}
+    apart: dict[str, Tensor] = {}
     while True:
         args, kwargs = example.fresh()
         try:
@@ -235,16 +247,21 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
                 heard.drew = heard.drew or (heard.may_draw and numpy_state() != numpy_before)
             replaced = tuple(name for name in kept if _held_or_none(root, name) is not copies[name])
             for name, before in kept.items():
-                if name in replaced or _same_tensor(copies[name], before):
-                    put_buffer(root, name, before)
-                else:
+                if name in replaced:
+                    put_buffer(root, name, copies[name] if storage_of(copies[name]) in bound else before)
+                elif not _same_tensor(copies[name], before):
                     written.setdefault(name, before)
+                elif before.numel() <= SMALL:
+                    apart[name] = before
+                else:
+                    put_buffer(root, name, before)
             own.see_buffers()
             if watch.compiled:                             # what torch.cond compiles inside a mode fails outside of it
                 torch._dynamo.reset()
-            return Reference(want, written, dataclasses.replace(example, draws=watch.drew, draws_outside=heard.drew), heard, watch.fragile, replaced)
+            return Reference(want, written, dataclasses.replace(example, draws=watch.drew, draws_outside=heard.drew), heard, watch.fragile, replaced, apart)
         except _StateWritten as state:
             own.restore()
+            rewind(root, kept)
             written[state.name] = put_state(root, state.name, None)
             own.see_buffers()
         except Exception as error:

@@ -165,9 +165,10 @@ class Tracer:
         module = self.session.root.get_submodule(self.path)
         for _, proxy in self._adopted.values():
             if all_of_it or (proxy.node._erased and str(proxy.node.target) not in self.fixed):
-                module._buffers.pop(str(proxy.node.target), None)
-                module._non_persistent_buffers_set.discard(str(proxy.node.target))
-        self.session.state.see_buffers()
+                name = str(proxy.node.target)
+                module._buffers.pop(name, None)
+                module._non_persistent_buffers_set.discard(name)
+                self.session.state.see_buffer(f"{self.path}.{name}".lstrip("."), None)
 
     @contextlib.contextmanager
     def rest(self) -> Iterator[None]:
