@@ -31,6 +31,7 @@ from .errors import (  # noqa: E402
 )
 from .int8_tensor import Int8SymmetricTensor  # noqa: E402
 from .kernels import kernels  # noqa: E402 - the function; the package of that name stays importable
+from .load import load  # noqa: E402
 from .observers import (  # noqa: E402
     HistogramObserver,
     MinMaxObserver,
@@ -39,7 +40,6 @@ from .observers import (  # noqa: E402
     PercentileObserver,
     all_reduce_observers,
 )
-from .load import load  # noqa: E402
 from .onnx_export import export_onnx  # noqa: E402
 from .report import ProgramCalls, Report, Row, Skipped, report  # noqa: E402
 from .save import save  # noqa: E402

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 

@@ -96,11 +96,13 @@ def _reachable(values: list[Any]) -> Iterator[Any]:
 
 
 def bound_storages(root: nn.Module) -> set[int]:
-    """The memory of buffers that plain attributes of modules are views of: what is written to one of them, the others show."""
-    held = {id(b): b for module in root.modules() for b in module._buffers.values() if b is not None and b.layout is torch.strided}
-    buffers = {storage_of(b) for b in held.values() if b.numel()}
+    """The memory of buffers that other buffers or plain attributes of modules see, too: what is written to one, the others show."""
+    held = {id(b): storage_of(b) for module in root.modules() for b in module._buffers.values()
+            if b is not None and b.layout is torch.strided and b.numel()}
+    buffers = set(held.values())
+    several = {storage for storage, number in collections.Counter(held.values()).items() if number > 1}
     views = _reachable([v for module in root.modules() for v in attributes(module).values()]) if buffers else ()
-    return {storage_of(v) for v in views if isinstance(v, Tensor) and id(v) not in held and v.layout is torch.strided} & buffers
+    return {storage_of(v) for v in views if isinstance(v, Tensor) and v.layout is torch.strided} & buffers | several
 
 
 def make_independent(root: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from ..constants import storage_of
+from ..failures import InputError
 from ..structure import attributes_of
 from .call import IMMUTABLE
 from .draws import kept_outside_draws, own_draws
 from .traced import quiet
-from ..failures import InputError
 
 __all__ = ["Example", "compare", "copied_input", "run", "tensors_in"]
 
@@ -46,12 +48,23 @@ class Example:
         return cls((inputs,), {})
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs of one run; what cannot be copied is shared."""
+        """The inputs of one run; what cannot be copied is shared. Inputs that are one tensor, or see one memory, do so in the copies."""
+        copies: dict[int, Any] = {}
+        plain = {id(x): storage_of(x) for x in tree_leaves((self.args, self.kwargs)) if type(x) is Tensor and _is_plain(x) and x.numel()}
+        shared = {storage for storage, number in collections.Counter(plain.values()).items() if number > 1}
+        memories: dict[int, torch.UntypedStorage] = {}
+
         def copied(x: Any) -> Any:
-            try:
-                return copied_input(x)
-            except Exception:
-                return x
+            if id(x) not in copies:
+                try:
+                    if plain.get(id(x)) in shared:
+                        memory = memories.setdefault(plain[id(x)], x.untyped_storage().clone())
+                        copies[id(x)] = torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())
+                    else:
+                        copies[id(x)] = copied_input(x)
+                except Exception:
+                    copies[id(x)] = x
+            return copies[id(x)]
         return tree_map(copied, self.args), tree_map(copied, self.kwargs)
 
     def other_sizes(self) -> Iterator[tuple[str, Example]]:

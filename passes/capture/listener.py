@@ -25,7 +25,7 @@ import torch
 from .draws import outside_draws
 from .frames import INTERNAL, OWN
 
-__all__ = ["Listener", "SETTINGS"]
+__all__ = ["SETTINGS", "Listener"]
 
 SETTINGS: Mapping[str, Callable[[], Any]] = {          # a graph holds while these answer as they did
     "torch.compiler.is_compiling": torch.compiler.is_compiling,
@@ -40,7 +40,7 @@ SPELLINGS: Mapping[Any, str] = {
     torch._C._is_tracing: "torch.jit.is_tracing"}
 REFUSED: Mapping[Any, str] = {
     torch.manual_seed: "calls torch.manual_seed", torch.get_rng_state: "calls torch.get_rng_state",
-    torch.set_rng_state: "calls torch.set_rng_state", torch.seed: "calls torch.seed", torch.initial_seed: "calls torch.initial_seed",
+    torch._C._is_alias_of: "asks whether tensors share memory", torch.set_rng_state: "calls torch.set_rng_state", torch.seed: "calls torch.seed", torch.initial_seed: "calls torch.initial_seed",
     torch.cond: "calls torch.cond, whose branches are code of their own",
     torch.set_default_dtype: "calls torch.set_default_dtype",
     torch.inference_mode.__enter__: "uses torch.inference_mode",

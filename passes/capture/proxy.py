@@ -88,10 +88,10 @@ FACTS = {"dtype": "dtype", "device": "device", "layout": "", "is_cuda": "device"
          "grad_fn": "requires_grad", "grad": "requires_grad", "_version": "", "output_nr": ""}
 FACT_METHODS = {"dim": "rank", "ndimension": "rank", "is_floating_point": "dtype", "is_complex": "dtype", "is_signed": "dtype",
                 "element_size": "dtype", "get_device": "device", "is_inference": "inference", "has_names": "", "is_conj": "", "is_neg": "",
-                "is_set_to": "", "is_shared": "", "is_pinned": ""}
+                "is_shared": "", "is_pinned": ""}
 REFUSED = {"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "backward", "register_hook",
            "register_post_accumulate_grad_hook", "set_", "resize_", "resize_as_", "share_memory_", "retain_grad", "apply_", "map_",
-           "__reduce_ex__", "__cuda_array_interface__", "requires_grad_"}
+           "__reduce_ex__", "__cuda_array_interface__", "requires_grad_", "is_set_to", "_base", "_is_view"}
 
 
 class TensorProxy(Tensor):
@@ -205,6 +205,8 @@ def _attribute(name: str) -> property:
     def read(self: TensorProxy) -> Any:
         if name in FACTS:
             return self._fact(name, FACTS[name])
+        if name in REFUSED:
+            raise TraceError(f"asks for .{name} of a tensor at {where()}")
         return self.tracer.create("call_function", getattr, self, name)
 
     def write(self: TensorProxy, value: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from ..carriers import Use, observed_use
 from ..constants import ABSENT, Alias, Constant, alias_of_view, find_constants, packed_constants, storage_of
 from ..program import Program, meta_of
 from ..run.classes import compiling, user_class
-from ..structure import Slot, find, map_values, rebuild, strip
+from ..structure import Slot, find, map_values, strip
 from .call import IMMUTABLE, Call, Unusual
 from .clone import attributes
 from .draws import OwnDraws

@@ -43,8 +43,10 @@ class ModuleState:
         """Takes one buffer (None: its absence) as what shall be there."""
         path, _, leaf = name.rpartition(".")
         for owner, _, buffers in self.buffers:
-            if owner == path:
-                buffers.pop(leaf, None) if tensor is None else buffers.update({leaf: tensor})
+            if owner == path and tensor is None:
+                buffers.pop(leaf, None)
+            elif owner == path and not isinstance(tensor, nn.Parameter):
+                buffers[leaf] = tensor
 
     def see_buffers(self) -> None:
         """Takes the buffers that there are now as those that shall be there."""
@@ -255,7 +257,7 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
                     apart[name] = before
                 else:
                     put_buffer(root, name, before)
-            own.see_buffers()
+                own.see_buffer(name, held_tensor(root, name))
             if watch.compiled:                             # what torch.cond compiles inside a mode fails outside of it
                 torch._dynamo.reset()
             return Reference(want, written, dataclasses.replace(example, draws=watch.drew, draws_outside=heard.drew), heard, watch.fragile, replaced, apart)
@@ -291,7 +293,7 @@ def _run_past_modes(root: nn.Module, example: Example, own: ModuleState) -> Refe
             put_state(root, name, before)
         else:
             written[name] = before
-    own.see_buffers()
+        own.see_buffer(name, held_tensor(root, name))
     return None if want is None else Reference(want, written, example, Listener())
 
 

@@ -31,7 +31,19 @@ from .aliases import alias_after
 from .decompose import DECOMPOSITIONS
 from .frames import INTERNAL, at_work, where
 from .listener import Listener
-from .proxy import FACT_METHODS, OVER, NumberProxy, Shape, TensorProxy, TraceError, any_proxy, example_of, examples, is_proxy, proxies_in
+from .proxy import (
+    FACT_METHODS,
+    OVER,
+    NumberProxy,
+    Shape,
+    TensorProxy,
+    TraceError,
+    any_proxy,
+    example_of,
+    examples,
+    is_proxy,
+    proxies_in,
+)
 
 if TYPE_CHECKING:
     from .session import Session
@@ -459,6 +471,8 @@ class Tracer:
         """The traced code was told a fact about a tensor."""
         if not fact:
             return
+        if fact == "dtype" and tensor.node.op not in ("placeholder", "get_attr"):       # torch.tensor(1.0), say
+            self.listener.settings.setdefault("torch.get_default_dtype", torch.get_default_dtype())
         if tensor.static and tensor.node.op == "get_attr":
             shape, dtype = self.fixed.get(str(tensor.node.target), (None, None))
             self.fixed[str(tensor.node.target)] = (tuple(tensor.example.shape) if fact == "rank" else shape,
