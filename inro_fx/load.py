@@ -270,7 +270,7 @@ def _place(root: nn.Module, tensor: Tensor, entry: Entry, made: set[str]) -> Non
         if entry.kind in ("parameter", "frozen"):
             if name not in module._parameters:
                 raise KeyError(full)
-            module._parameters[name] = value          # type: ignore[assignment]
+            module._parameters[name] = value
         elif entry.kind == "attribute":
             if not isinstance(vars(module).get(name), Tensor):
                 raise KeyError(full)

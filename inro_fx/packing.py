@@ -128,7 +128,7 @@ def settle_inputs(session: Session, chosen: Plan, observers: Mapping[str, Observ
         unreached = {session.kind_of(t.capture) for t in weight.targets} <= {"unreached"}
         if name in observers and takes_inputs(nodes, weight) and not unreached:
             again = with_scheme(session, weight, scheme.calibrated(observers[name]))
-            clipped = observers[name].clipped(*again.scheme.input_range())          # type: ignore[attr-defined]
+            clipped = observers[name].clipped(*again.scheme.input_range())
             chosen.weights[name] = dataclasses.replace(again, observer=scheme.observer, clipped=clipped)
         else:
             chosen.weights[name] = with_scheme(session, weight, scheme.without_inputs())

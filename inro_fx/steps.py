@@ -243,8 +243,8 @@ def _refuse_failures(root: nn.Module) -> None:
     for path, module in root.named_modules():
         for reason in module._inro_calls if isinstance(module, GraphForward) else ():
             if reason.startswith("an operator raises"):
-                raise ModelError(f"{path or 'the model'}: its quantized graph does not run ({reason}): please report it; until then quantize "
-                                 f"with overrides={{{path!r}: None}}")
+                raise ModelError(f"{path or 'the model'}: its quantized graph does not run ({reason}): please report it; until then "
+                                 f"quantize with overrides={{{path!r}: None}}")
 
 
 def forget_calls_of(root: nn.Module) -> None:
@@ -300,7 +300,7 @@ class _Target:
     def root(self, packer: Packer) -> nn.Module:
         """The model with all of its codes."""
         self._prepare()
-        for name, weight in self.chosen.weights.items():
+        for name in self.chosen.weights:
             owner, leaf = owner_of(self.model, name)
             if leaf not in vars(owner).get("_inro_packed", {}):
                 self.take(name, packer)

@@ -101,12 +101,12 @@ def evaluate(module: nn.Module, node: fx.Node, value_of: Callable[[fx.Node], Any
         for name in str(node.target).split("."):
             value = getattr(value, name)
         return value
-    args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)          # type: ignore[arg-type]
+    args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
     if node.op == "call_function":
-        return node.target(*args, **kwargs)          # type: ignore[operator, misc]
+        return node.target(*args, **kwargs)
     if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)          # type: ignore[index, misc]
-    return module.get_submodule(str(node.target))(*args, **kwargs)          # type: ignore[misc]
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return module.get_submodule(str(node.target))(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -262,10 +262,10 @@ class _Evaluation:
         known = twin is not None and twin in self.env
         of_weight = "unpacks" in meta or (view is not None and node.op != "placeholder")
         if known and self.several and of_weight and view is not None and view.constant != self.constant:
-            return self.env[twin]          # type: ignore[index]
+            return self.env[twin]
         if node.op == "get_attr" or of_weight or not known:
             return evaluate(self.module, node, self.value_of)
-        return self.env[twin]          # type: ignore[index]
+        return self.env[twin]
 
 
 class _PythonUses(torch.overrides.TorchFunctionMode):

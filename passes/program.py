@@ -16,11 +16,13 @@ from torch import Tensor, fx
 from .constants import Alias
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from .capture.call import Call
     from .solve.plan import Weight
 
-__all__ = ["Context", "Derived", "Guard", "GuardFailed", "Meta", "Pass", "Probe", "Program", "Stored", "Value", "copied", "derived", "guard",
-           "meta_of", "shape_of"]
+__all__ = ["Context", "Derived", "Guard", "GuardFailed", "Meta", "Pass", "Probe", "Program", "Stored", "Value", "annotate", "copied",
+           "derived", "guard", "meta_of", "shape_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,11 @@ class Meta(TypedDict, total=False):
 def meta_of(node: fx.Node) -> Meta:
     """The typed view of ``node.meta``."""
     return cast(Meta, node.meta)
+
+
+def annotate(node: fx.Node, **meta: Unpack[Meta]) -> None:
+    """Adds to ``node.meta``."""
+    meta_of(node).update(meta)
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
@@ -221,5 +228,5 @@ def derived(graph: fx.Graph, sources: Sequence[fx.Node], make: Callable[..., Ten
     'derived_maximum'
     """
     node = graph.call_function(Derived(make), tuple(sources))
-    meta_of(node).update(module=meta_of(sources[0]).get("module", ""), droppable=True)
+    annotate(node, module=meta_of(sources[0]).get("module", ""), droppable=True)
     return node

@@ -42,7 +42,8 @@ def verify(program: Program, context: Context, after: str) -> None:
         if node.op in ("get_attr", "call_module") and "stored" not in meta and not _has(module, str(node.target)):
             fail(f"{node.name} reads {node.target}, which the module does not have")
         alias = meta.get("alias")
-        if after != "capture" and node.op == "get_attr" and "stored" not in meta and alias is not None and alias.constant in context.weights:
+        reads_floats = node.op == "get_attr" and "stored" not in meta and alias is not None and alias.constant in context.weights
+        if after != "capture" and reads_floats:
             fail(f"{node.name} reads {node.target} as a float weight")
         if node.op not in ("output", "placeholder") and "module" not in meta:
             fail(f"{node.name} does not say which module it came from")

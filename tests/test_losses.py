@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import MODELS, ValueBranch, example, first, relative
+from models import MODELS, example, first, relative
 from test_capture import net
 from torch import fx, nn
 from torch.nn.modules import module as torch_module

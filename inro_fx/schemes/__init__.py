@@ -42,7 +42,8 @@ def read_scheme(description: Mapping[str, Any], given: Sequence[Scheme]) -> Sche
         return own
     if "kind" not in description:
         if name not in [s.name for s in SCHEMES]:
-            raise SchemeError(f"the file needs the scheme {ascii(name)[:80]}, which is somebody's own: give it to load, schemes=[that_scheme]")
+            raise SchemeError(f"the file needs the scheme {ascii(name)[:80]}, which is somebody's own: "
+                              f"give it to load, schemes=[that_scheme]")
         return find_scheme(name)
     kind = _CLASSES.get(description["kind"]) if isinstance(description["kind"], str) else None
     if kind is None:
@@ -85,7 +86,8 @@ def find_scheme(scheme: str | Scheme, known: Sequence[Scheme] = SCHEMES) -> Sche
     if not isinstance(scheme.name, str) or not scheme.name.isprintable():
         raise SchemeError(f"{type(scheme).__name__} is no scheme: its name is {scheme.name!r}")
     parts = scheme.parts
-    if not isinstance(parts, tuple) or not parts or not all(isinstance(p, str) and p.isidentifier() for p in parts) or len(set(parts)) < len(parts):
+    named = isinstance(parts, tuple) and bool(parts) and all(isinstance(p, str) and p.isidentifier() for p in parts)
+    if not named or len(set(parts)) < len(parts):
         raise SchemeError(f"the scheme {scheme.name} has parts {parts!r}: a tuple of different names, such as ('codes', 'scale')")
     for member in ("pack", "unpack", "bound", "operator"):
         if not callable(getattr(scheme, member)):

@@ -116,7 +116,7 @@ def make_independent(root: nn.Module) -> None:
                 if tensor is None or name in packed:
                     continue
                 if name.startswith("_constant_") or storage_of(tensor) in bound:
-                    continue                               # tensors from outside of the module tree stay these; bound ones are the copy's own
+                    continue                   # tensors from outside of the module tree stay these; bound ones are the copy's own
                 if id(tensor) not in copies:
                     copied = tensor.detach().clone()
                     copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if kind is module._parameters else copied

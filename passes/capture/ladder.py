@@ -219,4 +219,4 @@ def _exported(session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         if path in known:
             session._paths[id(child)] = path
     session.kept = module
-    return module.forward          # type: ignore[no-any-return]
+    return module.forward

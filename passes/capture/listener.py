@@ -40,11 +40,12 @@ SPELLINGS: Mapping[Any, str] = {
     torch._C._is_tracing: "torch.jit.is_tracing"}
 REFUSED: Mapping[Any, str] = {
     torch.manual_seed: "calls torch.manual_seed", torch.get_rng_state: "calls torch.get_rng_state",
-    torch._C._is_alias_of: "asks whether tensors share memory", torch.set_rng_state: "calls torch.set_rng_state", torch.seed: "calls torch.seed", torch.initial_seed: "calls torch.initial_seed",
+    torch._C._is_alias_of: "asks whether tensors share memory", torch.set_rng_state: "calls torch.set_rng_state",
+    torch.seed: "calls torch.seed", torch.initial_seed: "calls torch.initial_seed",
     torch.cond: "calls torch.cond, whose branches are code of their own",
     torch.set_default_dtype: "calls torch.set_default_dtype",
     torch.inference_mode.__enter__: "uses torch.inference_mode",
-    torch.autograd.Function.apply.__func__: "calls a torch.autograd.Function"}     # type: ignore[attr-defined]
+    torch.autograd.Function.apply.__func__: "calls a torch.autograd.Function"}
 
 
 def _by_code(table: Mapping[Any, str]) -> dict[Any, str]:

@@ -33,7 +33,7 @@ class TraceError(RuntimeError):
 class Shape(tuple[Any, ...]):
     """What ``x.shape`` is while tracing: a tuple of symbolic sizes that passes for a torch.Size."""
 
-    __class__ = torch.Size          # type: ignore[assignment]
+    __class__ = torch.Size
     _make = staticmethod(tuple)     # in the arguments of a node it is a plain tuple
 
     def __getitem__(self, index: Any) -> Any:
@@ -50,7 +50,7 @@ class Shape(tuple[Any, ...]):
         return math.prod(self)
 
 
-class _Seen(Tensor, fx.Proxy):
+class _Seen(Tensor, fx.Proxy):          # type: ignore[misc]
     """The class that a traced tensor says it is: a tensor, and for code that asks whether it is traced, a proxy of torch.fx."""
 
 
@@ -118,14 +118,15 @@ class TensorProxy(Tensor):
         new = Tensor._make_wrapper_subclass(cls, tuple(example.shape) if example.layout is torch.strided else (0,),
                                             dtype=example.dtype, device=example.device, requires_grad=False)
         new.__dict__.update(node=node, tracer=tracer, example=example, static=static, open_rank=open_rank,
-                            fixed_last=fixed_last or static, by_values=by_values, wants_grad=wants_grad, _is_param=isinstance(example, torch.nn.Parameter))
+                            fixed_last=fixed_last or static, by_values=by_values, wants_grad=wants_grad,
+                            _is_param=isinstance(example, torch.nn.Parameter))
         tracer.made.append(new)
-        return new      # type: ignore[return-value]
+        return new
 
     def __init__(self, *args: Any, **kwargs: Any):
         """Everything is in __new__."""
 
-    __class__ = property(lambda self: _Seen)          # type: ignore[assignment]
+    __class__ = property(lambda self: _Seen)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,7 +139,7 @@ class TensorProxy(Tensor):
         return tracer.call_function(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:          # type: ignore[override]
         raise TraceError(f"a traced value reached {func} past torch's functions at {where()}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:                    # type: ignore[override]
@@ -184,11 +185,11 @@ class TensorProxy(Tensor):
         return self.tracer.create("call_method", "clone", self)
 
     @property
-    def shape(self) -> Any:
+    def shape(self) -> Any:          # type: ignore[override]
         return self.size()
 
     @property
-    def nbytes(self) -> Any:
+    def nbytes(self) -> Any:          # type: ignore[override]
         return self.numel() * self.element_size()
 
     def size(self, dim: Any = None) -> Any:
@@ -266,8 +267,8 @@ _fill(TensorProxy)
 
 # ---- numbers ----
 
-ONE_BY_ONE = {"ones", "zeros", "empty", "rand", "randn", "new_ones", "new_zeros", "new_empty", "expand", "view", "reshape", "repeat", "tile",
-              "permute", "broadcast_to", "resize_"}          # functions that take a series of sizes
+ONE_BY_ONE = {"ones", "zeros", "empty", "rand", "randn", "new_ones", "new_zeros", "new_empty", "expand", "view", "reshape", "repeat",
+              "tile", "permute", "broadcast_to", "resize_"}          # functions that take a series of sizes
 
 class NumberProxy:
     """A traced number. ``from_values``: it was read out of a tensor, so that no branch may depend on it."""
@@ -277,7 +278,7 @@ class NumberProxy:
         tracer.made.append(self)
 
     static = False
-    __class__ = property(lambda self: type(self.example))          # type: ignore[assignment]
+    __class__ = property(lambda self: type(self.example))
 
     @property
     def __torch_function__(self) -> Any:

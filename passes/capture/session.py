@@ -131,7 +131,7 @@ class Session:
         """Lets go of the float weights."""
         for table in (self._tensors, self._by_storage, self._by_id, self._viewed):
             table.clear()
-        self.state = self.kept = None          # type: ignore[assignment]
+        self.state = self.kept = None
 
     def path_of(self, module: nn.Module) -> str | None:
         return self._paths.get(id(module))

@@ -207,11 +207,16 @@ class _StateWritten(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What a run of the float model told: its output ``want``, the state ``written`` as it was before (each such tensor is the copy's own
-    from then on), the ``example`` that knows whether the model draws, whether it ``drew`` from Python's or numpy's generators or
-    ``seeded`` torch's, and whether it is ``fragile``: its operators read past their inputs where sizes do not fit. ``replaced`` are buffers that
-    forward puts others in the place of. ``apart`` are more buffers, as they were, whose values the copy has as its own: code that this run
-    did not reach may write to them."""
+    """What a run of the float model told.
+
+    ``want``       its output
+    ``written``    the state that it writes to, as it was before; each such tensor is the copy's own from then on
+    ``apart``      further buffers, as they were, whose values the copy has as its own: code that this run did not reach may write to them
+    ``replaced``   buffers that forward puts others in the place of
+    ``example``    which knows whether the model draws
+    ``heard``      among others whether it drew from Python's or numpy's generators, or seeded torch's
+    ``fragile``    its operators read past their inputs where sizes do not fit
+    """
 
     want: Any
     written: dict[str, Tensor]
@@ -244,7 +249,8 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
         args, kwargs = example.fresh()
         try:
             heard, numpy_before = Listener(), numpy_state()
-            with quiet(root), kept_outside_draws(lambda: heard.drew, lambda: heard.seeded), heard, _StateWatch(_storages(root, {**written, **kept})) as watch:  # noqa: B023
+            watch = _StateWatch(_storages(root, {**written, **kept}))
+            with quiet(root), kept_outside_draws(lambda: heard.drew, lambda: heard.seeded), heard, watch:  # noqa: B023
                 want = root.forward(*args, **kwargs)
                 heard.drew = heard.drew or (heard.may_draw and numpy_state() != numpy_before)
             replaced = tuple(name for name in kept if _held_or_none(root, name) is not copies[name])
@@ -260,7 +266,8 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
                 own.see_buffer(name, held_tensor(root, name))
             if watch.compiled:                             # what torch.cond compiles inside a mode fails outside of it
                 torch._dynamo.reset()
-            return Reference(want, written, dataclasses.replace(example, draws=watch.drew, draws_outside=heard.drew), heard, watch.fragile, replaced, apart)
+            example = dataclasses.replace(example, draws=watch.drew, draws_outside=heard.drew)
+            return Reference(want, written, example, heard, watch.fragile, replaced, apart)
         except _StateWritten as state:
             own.restore()
             rewind(root, kept)

@@ -52,7 +52,7 @@ def own_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Calls a module past the tracer's ear: hooks, and the user's forward."""
     if global_hooks():
         return call_quietly(module, *args, **kwargs)
-    return super(Traced, module).__call__(*args, **kwargs) if has_part(module, Traced) else module(*args, **kwargs)
+    return super(Traced, module).__call__(*args, **kwargs) if has_part(module, Traced) else module(*args, **kwargs)  # type: ignore[misc]
 
 
 def call_quietly(module: Any, *args: Any, **kwargs: Any) -> Any:

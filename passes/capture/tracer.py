@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from ..constants import ABSENT, Alias, storage_of
-from ..program import Meta, Value, guard, meta_of
+from ..program import Meta, Value, annotate, guard, meta_of
 from .aliases import alias_after
 from .decompose import DECOMPOSITIONS
 from .frames import INTERNAL, at_work, where
@@ -267,7 +267,7 @@ class Tracer:
     def _get_attr(self, full: str, value: Tensor) -> TensorProxy:
         if full not in self._read:
             node = self.graph.create_node("get_attr", self.relative(full), (), {})
-            meta_of(node).update(module=self.module, where=where(), droppable=True, value=Value(value.dtype, tuple(value.shape)))
+            annotate(node, module=self.module, where=where(), droppable=True, value=Value(value.dtype, tuple(value.shape)))
             constant = self.session.constants.get(full)
             if constant is not None:
                 meta_of(node)["alias"] = Alias.whole(constant, value)
@@ -281,7 +281,7 @@ class Tracer:
         name = name_of(func)
         if is_tensor_method_or_property(func):
             if name == "__get__":                                     # a property, e.g. torch.Tensor.shape.__get__
-                return self._attribute(args[0], str(func.__self__.__name__))          # type: ignore[attr-defined]
+                return self._attribute(args[0], str(func.__self__.__name__))
             if name == "__set__":
                 raise TraceError(f"sets an attribute of a tensor at {where()}")
             if not is_proxy(args[0]):
@@ -329,7 +329,7 @@ class Tracer:
             self.raised = True
             raise
         node = self.graph.create_node(kind, target, node_args, node_kwargs)
-        meta_of(node).update(module=self.module, where=where())
+        annotate(node, module=self.module, where=where())
         if isinstance(changed, Tensor):
             self._changes(changed, target)
         out = kwargs.get("out")
@@ -431,7 +431,7 @@ class Tracer:
         fixed = bool(tensors) and tensors[0].fixed_last and _last_argument(node, "dim") in (-1, tensors[0].example.dim() - 1)
         if name in COUNTED and not static and not fixed:
             count = self.graph.create_node("call_function", len, (node,), {})
-            meta_of(count).update(module=self.module, where=where(), droppable=True)
+            annotate(count, module=self.module, where=where(), droppable=True)
             self.guard(NumberProxy(count, self, len(value), any(p.by_values for p in tensors) or name in BY_VALUES), int)
         items = [self._item(node, value, i, proxies) for i in range(len(value))]
         if type(value) in (tuple, list):
@@ -440,7 +440,7 @@ class Tracer:
 
     def _item(self, node: fx.Node, value: Any, index: int, proxies: list[Any]) -> Any:
         item = self.graph.create_node("call_function", operator.getitem, (node, index), {})
-        meta_of(item).update(module=self.module, where=where())
+        annotate(item, module=self.module, where=where())
         if "pieces_of" in node.meta:
             meta_of(item)["pieces_of"] = meta_of(node)["pieces_of"]
         wrapped = self._wrap(item, value[index], proxies)
@@ -486,7 +486,7 @@ class Tracer:
     def _quiet(self, kind: str, target: Any, *args: Any) -> fx.Node:
         """A node that only guards look at."""
         node = self.graph.create_node(kind, target, args, {})
-        meta_of(node).update(module=self.module, where=where(), droppable=True)
+        annotate(node, module=self.module, where=where(), droppable=True)
         return node
 
     @_own
@@ -513,7 +513,7 @@ class Tracer:
 
     def _quiet_guard(self, checked: fx.Node, value: Any) -> fx.Node:
         node = self.graph.create_node("call_function", guard, (checked, value, where()), {})
-        meta_of(node).update(module=self.module, where=where())
+        annotate(node, module=self.module, where=where())
         self.guards.add(node)
         return node
 
@@ -586,13 +586,13 @@ class Tracer:
         viewed = self.session.viewed_by(tensor)
         if viewed is not None and self.inside(viewed):
             base = self._get_attr(viewed, self.session.tensor(viewed))
-            return self.create("call_function", torch.as_strided, base, tuple(tensor.shape), tuple(tensor.stride()),       # type: ignore[no-any-return]
+            return self.create("call_function", torch.as_strided, base, tuple(tensor.shape), tuple(tensor.stride()),
                                tensor.storage_offset())
         if type(tensor) not in (Tensor, nn.Parameter):
             raise TraceError(f"makes a {type(tensor).__name__}, which is a tensor of a class of its own, at {where()}")
         if id(tensor) not in self._adopted:
             node = self.graph.create_node("get_attr", self.session.adopt(self.path, tensor), (), {})
-            meta_of(node).update(module=self.module, where=where(), droppable=True, value=Value(tensor.dtype, tuple(tensor.shape)))
+            annotate(node, module=self.module, where=where(), droppable=True, value=Value(tensor.dtype, tuple(tensor.shape)))
             self._kept.add(storage_of(tensor))
             self._adopted[id(tensor)] = tensor, TensorProxy(node, self, tensor, static=True, wants_grad=tensor.requires_grad)
         return self._adopted[id(tensor)][1]

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from ..carriers import Use, arithmetic_before, carrier_of
 from ..constants import Alias
-from ..program import Context, Program, meta_of, shape_of
+from ..program import Context, Program, annotate, meta_of, shape_of
 from ..solve.plan import Weight, uses_of
 from .driver import Match, Rule, apply_rules, drop_unread
 
@@ -34,7 +34,7 @@ def fuse(program: Program, context: Context) -> Program:
     for node in fused.graph.nodes:
         for use in uses_of(node):
             if use.constant in context.weights:
-                meta_of(node).update(kernel=f"dequantize + {use.op}", unfused=reasons.get(node.name) or f"no rule fuses {use.op}")
+                annotate(node, kernel=f"dequantize + {use.op}", unfused=reasons.get(node.name) or f"no rule fuses {use.op}")
                 for step in arithmetic_before(node, use) if use.computed else ():
                     meta_of(step)["unpacks"] = use.constant
     return fused
@@ -165,7 +165,7 @@ def _fuse_embedding(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
     parts = _parts(graph, call[use.operand], weight, slice(None))
     if use.op == "index":
         given, ids = ids, graph.call_function(from_start, (ids, parts[0], weight.constant.shape[0]))
-        meta_of(ids).update(module=meta_of(match.root)["module"], value=meta_of(given)["value"])
+        annotate(ids, module=meta_of(match.root)["module"], value=meta_of(given)["value"])
     new = _fused(graph, function, (ids, *parts, *trailing, weight.layout.columns, weight.constant.dtype))
     meta_of(new)["weight_dtype"] = weight.constant.dtype
     return new
@@ -242,7 +242,7 @@ def _cut(graph: fx.Graph, part: fx.Node, rows: slice, weight: Weight) -> fx.Node
     if meta_of(part)["stored"].single_row:
         return part
     piece = graph.call_method("narrow", (part, 0, rows.start, rows.stop - rows.start))
-    meta_of(piece).update(module=meta_of(part)["module"], unpacks=weight.constant.name)
+    annotate(piece, module=meta_of(part)["module"], unpacks=weight.constant.name)
     return piece
 
 

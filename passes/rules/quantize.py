@@ -17,7 +17,7 @@ import dataclasses
 
 from torch import fx
 
-from ..program import Context, Probe, Program, Stored, Value, meta_of
+from ..program import Context, Probe, Program, Stored, Value, annotate, meta_of
 from ..solve.plan import Weight, uses_of
 from .driver import Match, Rule, apply_rules
 
@@ -54,16 +54,16 @@ def _unpack(graph: fx.Graph, read: fx.Node, context: Context, program: Program) 
     for part, buffer in zip(weight.scheme.parts, weight.buffers, strict=True):
         name = leaf + buffer[len(own):]
         node = graph.create_node("get_attr", f"{home}.{name}" if home else name)
-        meta_of(node).update(module=module, stored=Stored(weight.constant.name, part, part in weight.single_row))
+        annotate(node, module=module, stored=Stored(weight.constant.name, part, part in weight.single_row))
         parts[part] = fx.Proxy(node, tracer)
     last = read.prev
     matrix = weight.scheme.unpack(parts, weight.layout.columns, weight.constant.dtype)
-    restored: fx.Node = weight.layout.restore(matrix).node          # type: ignore[attr-defined]
+    restored: fx.Node = weight.layout.restore(matrix).node
     node = last.next
     while node is not read:
-        meta_of(node).update(module=module, weight_dtype=weight.constant.dtype, unpacks=weight.constant.name)
+        annotate(node, module=module, weight_dtype=weight.constant.dtype, unpacks=weight.constant.name)
         node = node.next
-    meta_of(restored).update(alias=meta_of(read)["alias"], value=Value(weight.constant.dtype, weight.constant.shape))
+    annotate(restored, alias=meta_of(read)["alias"], value=Value(weight.constant.dtype, weight.constant.shape))
     return restored
 
 

@@ -43,7 +43,7 @@ class _Any:
     def __eq__(self, other: object) -> bool:
         return True
 
-    __hash__ = None          # type: ignore[assignment]
+    __hash__ = None
 
 
 ANY = _Any()
@@ -190,4 +190,4 @@ def _names(code: types.CodeType, found: set[str]) -> None:
             _names(constant, found)
 
 
-Watch.altered._dynamo_marked_constant = True          # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+Watch.altered._dynamo_marked_constant = True  # torch.compiler.assume_constant_result

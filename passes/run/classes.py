@@ -109,7 +109,7 @@ def _composed(user: type[Any], parts: tuple[type[Part], ...]) -> type[Any]:
     make: Any = meta if meta in (type, abc.ABCMeta) else functools.partial(type.__new__, meta)     # a registry stays as it is
     made = make(user.__name__, (*parts, *(() if parts else (Rebased,)), user, *after), namespace)
     _made[key] = made
-    return made          # type: ignore[no-any-return]
+    return made
 
 
 def _refuse_to_save(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +135,7 @@ def needs_rebasing(user: type[Any]) -> bool:
 
 def rebased(module: nn.Module) -> nn.Module:
     """An empty instance of a class like the module's, but of which the class can change."""
-    return object.__new__(_composed(user_class(module), ()))          # type: ignore[no-any-return]
+    return object.__new__(_composed(user_class(module), ()))
 
 
 def add_part(module: nn.Module, part: type[Part]) -> None:
@@ -146,7 +146,7 @@ def add_part(module: nn.Module, part: type[Part]) -> None:
 
 def remove_part(module: nn.Module, part: type[Part]) -> None:
     if has_part(module, part):
-        parts = tuple(p for p in type(module)._inro_parts if p is not part)          # type: ignore[attr-defined]
+        parts = tuple(p for p in type(module)._inro_parts if p is not part)
         user = user_class(module)
         module.__class__ = _composed(user, parts) if parts or needs_rebasing(user) else user
 
@@ -162,11 +162,11 @@ def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
         raise ModelError("a result made from a torch.fx.GraphModule cannot be pickled, for its class exists in this process only: "
                          "quantize the module that was traced, or keep the state_dict")
     state = self.__getstate__() if hasattr(type(self), "__getstate__") else self.__dict__.copy()
-    return _rebuild, (user, type(self)._inro_parts), state          # type: ignore[attr-defined]
+    return _rebuild, (user, type(self)._inro_parts), state
 
 
 def _rebuild(user: type[Any], parts: tuple[type[Part], ...]) -> nn.Module:
-    return object.__new__(_composed(user, parts))          # type: ignore[no-any-return]
+    return object.__new__(_composed(user, parts))
 
 
 def copy_of(function: types.FunctionType, wraps: Any) -> types.FunctionType:

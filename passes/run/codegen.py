@@ -173,7 +173,7 @@ def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     _sources[file] += 1
     weakref.finalize(function, _forget_source, file)
-    return function          # type: ignore[no-any-return]
+    return function
 
 
 def _forget_source(file: str) -> None:

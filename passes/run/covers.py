@@ -53,7 +53,8 @@ class Runner:
         self._strides = "strides" in facts
         self._inference = "inference" in facts
         self._identity = "identity" in facts or any(i != j for i, j in enumerate(call.same))
-        self.asks = any(names or isinstance(call.inputs[i], NumberLeaf) for i, names in self._reads) or self._strides or self._identity or self._inference
+        reads = any(names or isinstance(call.inputs[i], NumberLeaf) for i, names in self._reads)
+        self.asks = reads or self._strides or self._identity or self._inference
 
     def edited(self) -> bool:
         """Was the graph changed by hand since it was compiled, or compiled again?"""

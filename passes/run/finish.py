@@ -19,7 +19,7 @@ def finish(root: nn.Module, record: Any) -> None:
         root.__dict__.update(_inro_packed={}, _inro_links={})
         add_part(root, PackedWeights)
     root.__dict__["_inro"] = record
-    root.register_load_state_dict_pre_hook(_check_state)          # type: ignore[no-untyped-call]
+    root.register_load_state_dict_pre_hook(_check_state)
 
 
 def _check_state(root: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

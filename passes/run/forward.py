@@ -48,7 +48,7 @@ class GraphForward(Part):
 
     @classmethod
     def compose(cls, user: type[Any], namespace: dict[str, Any]) -> tuple[type, ...]:
-        namespace["forward"] = copy_of(cls.forward, user.forward)          # type: ignore[arg-type]
+        namespace["forward"] = copy_of(cls.forward, user.forward)
         namespace["__call__"] = user.__call__ if "__call__" in vars(user) else nn.Module.__call__
         if issubclass(user, fx.GraphModule):
             namespace.update(graph=borrowed("graph"), code=borrowed("code"), recompile=GraphView.recompile)
@@ -102,7 +102,7 @@ class GraphForward(Part):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         altered = [runner.watch.altered(self, lasting=True) for runner in self._inro_runners]
-        result = super()._apply(fn, recurse)          # type: ignore[no-untyped-call]
+        result = super()._apply(fn, recurse)
         self.__dict__["_inro_float_dtypes"] = (self._inro_float_dtypes[0], mapped_dtype(self._inro_float_dtypes[1], fn))
         for runner, changed in zip(self._inro_runners, altered, strict=True):
             program = runner.program
@@ -117,7 +117,7 @@ class GraphForward(Part):
         return result
 
     def _replicate_for_data_parallel(self) -> Any:
-        replica = super()._replicate_for_data_parallel()          # type: ignore[no-untyped-call]
+        replica = super()._replicate_for_data_parallel()
         replica.__dict__["_inro_runners"] = [dataclasses.replace(r, functions=dataclasses.replace(
             r.functions, run=r.functions.traced, quick=r.functions.traced)) for r in self._inro_runners]
         for runner in replica.__dict__["_inro_runners"]:        # of tensors of the module that it is given
@@ -125,8 +125,8 @@ class GraphForward(Part):
         return replica
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(super().__getstate__()) if defines(user_class(self), "__getstate__") else dict(self.__dict__)      # type: ignore[misc]
-        state["_inro_runners"] = [(dataclasses.replace(r.program, graph=GraphData.of(r.program.graph)), r.calls,       # type: ignore[arg-type]
+        state = dict(super().__getstate__()) if defines(user_class(self), "__getstate__") else dict(self.__dict__)
+        state["_inro_runners"] = [(dataclasses.replace(r.program, graph=GraphData.of(r.program.graph)), r.calls,
                                    r.watch.altered(self, lasting=True)) for r in self._inro_runners]
         state["_inro_again"] = None if self._inro_again is None else self._inro_again.fresh()
         return state
@@ -196,13 +196,13 @@ def _retarget(graph: fx.Graph, fn: Callable[[Tensor], Tensor]) -> bool:
         return _mapped_device(a, fn) if isinstance(a, torch.device) else a
 
     for node in graph.nodes:
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), device)          # type: ignore[misc]
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), device)
         if "weight_dtype" in node.meta:
             before = node.meta["weight_dtype"]
             after = node.meta["weight_dtype"] = mapped_dtype(before, fn)
-            args, kwargs = fx.node.map_aggregate((args, kwargs), functools.partial(_swap, before, after))          # type: ignore[misc]
+            args, kwargs = fx.node.map_aggregate((args, kwargs), functools.partial(_swap, before, after))
         if args != node.args or kwargs != node.kwargs:
-            node.args, node.kwargs, changed = args, kwargs, True          # type: ignore[assignment]
+            node.args, node.kwargs, changed = args, kwargs, True
     return changed
 
 

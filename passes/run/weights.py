@@ -175,7 +175,7 @@ class PackedWeights(Part):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = {name: self._buffers[name] for packed in self._inro_packed.values() for name in packed.buffers
                   if name in self._buffers}
-        result = super()._apply(fn, recurse)          # type: ignore[no-untyped-call]
+        result = super()._apply(fn, recurse)
         for name, before in scales.items():
             after = self._buffers[name]
             if after is not None and before is not None and after.dtype != before.dtype:          # .half() is not for scales
@@ -259,4 +259,4 @@ def detach_fakes(module: nn.Module) -> None:
 def recurrent(module: nn.Module) -> None:
     """Makes the flat list of a recurrent module's weights follow the weights."""
     add_part(module, RecurrentWeights)
-    module._init_flat_weights()          # type: ignore[operator]
+    module._init_flat_weights()
