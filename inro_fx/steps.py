@@ -14,7 +14,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -181,7 +181,10 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
 def _state_kept(root: nn.Module, written: Iterable[str]) -> Iterator[None]:
     """What runs of the model write inside to its attributes, and to the tensors ``written``, is put back."""
     state = ModuleState(root)
-    held = {name: (tensor, tensor.detach().clone()) for name in written for tensor in (held_tensor(root, name),)}
+    held = {}
+    for name in written:
+        with suppress(KeyError):                         # it is held as codes by now
+            held[name] = held_tensor(root, name), held_tensor(root, name).detach().clone()
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import warnings
@@ -316,11 +317,14 @@ def put_buffer(root: nn.Module, name: str, value: Tensor) -> None:
 
 
 def held_tensor(root: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of that path."""
+    """The parameter or buffer of that path. Raises `KeyError` if there is none, as for a weight that is held as codes."""
     path, _, leaf = name.rpartition(".")
     module = root.get_submodule(path)
     held = module._parameters.get(leaf)
-    return module._buffers[leaf] if held is None else held          # type: ignore[return-value]
+    held = module._buffers.get(leaf) if held is None else held
+    if held is None:
+        raise KeyError(name)
+    return held
 
 
 def _storages(root: nn.Module, written: dict[str, Tensor]) -> dict[int, str]:
@@ -349,5 +353,5 @@ def put_state(root: nn.Module, name: str, value: Tensor | None) -> Tensor:
 def rewind(root: nn.Module, written: dict[str, Tensor]) -> None:
     """Puts the tensors that forward writes to back to what they were before the first run."""
     for name, before in written.items():
-        path, _, leaf = name.rpartition(".")
-        getattr(root.get_submodule(path), leaf).data.copy_(before)
+        with contextlib.suppress(KeyError):              # it is held as codes by now
+            held_tensor(root, name).data.copy_(before)
