@@ -41,6 +41,7 @@ from .observers import (  # noqa: E402
     all_reduce_observers,
 )
 from .onnx_export import export_onnx  # noqa: E402
+from .passes.carriers import register_operator  # noqa: E402
 from .report import ProgramCalls, Report, Row, Skipped, report  # noqa: E402
 from .save import save  # noqa: E402
 from .schemes import SCHEMES, Scheme, static, uniform  # noqa: E402
@@ -80,6 +81,7 @@ __all__ = [
     "load",
     "prepare_graph",
     "quantize_graph",
+    "register_operator",
     "report",
     "save",
     "static",

@@ -10,13 +10,14 @@ carries it as well.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .constants import Alias
+from .failures import InputError
 from .program import meta_of, shape_of
 
 __all__ = ["ARITHMETIC", "CARRIERS", "LOOKUPS", "Carrier", "Use", "arithmetic_before", "carrier_of", "computed_uses",
@@ -144,6 +145,35 @@ CARRIERS: tuple[Carrier, ...] = (
 )
 LOOKUPS = frozenset({"embedding", "embedding_bag", "index", "index_select"})          # they pick rows and multiply nothing
 _BY_NAME = {name: carrier for carrier in CARRIERS for name in carrier.names}
+_BUILT_IN = frozenset(_BY_NAME)
+
+
+def register_operator(operator: str | Callable[..., Any], parameters: Sequence[str],
+                      weights: Mapping[str, Callable[[int, Mapping[str, Any]], Axes | None]]) -> None:
+    """From now on, weights that go into ``operator`` are quantized: a row more in the table of operators that carry one.
+
+    Args:
+        operator: the function of torch, or its name.
+        parameters: the names of its parameters, in order.
+        weights: for each parameter that may be the weight, a function ``(number of axes of the weight, the call's arguments by name)``
+            which gives the axes that the operator sums over: every other axis has scales of its own. None: this call is no use of it.
+
+    Raises `InputError` for an operator that inro_fx knows itself, and for a weight that is no parameter. Registering one again
+    replaces its row.
+
+    >>> import torch
+    >>> register_operator(torch.linalg.vecdot, ("x", "y", "dim"), {"y": lambda axes, call: (axes - 1,)})
+    """
+    name = operator if isinstance(operator, str) else str(getattr(operator, "__name__", ""))
+    if not name:
+        raise InputError(f"register_operator needs a function with a name, or its name, not {type(operator).__name__}")
+    if name in _BUILT_IN:
+        raise InputError(f"{name} is an operator that inro_fx knows itself")
+    if not weights or not set(weights) <= set(parameters):
+        raise InputError(f"register_operator({name}): the weights {', '.join(weights)} are not all among its parameters")
+    if not all(callable(axes) for axes in weights.values()):
+        raise InputError(f"register_operator({name}): for each weight, give a function of (axes, call) that gives the axes summed over")
+    _BY_NAME[name] = Carrier(name.removeprefix("linalg_"), (name,), tuple(parameters), dict(weights))
 
 
 @dataclasses.dataclass(frozen=True)

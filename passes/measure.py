@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,14 +69,24 @@ Observe = Callable[[fx.Node, Mapping[fx.Node, Any], Any], None]
 Pack = Callable[[str], Mapping[str, Tensor]]
 
 
-def interpret(module: nn.Module, graph: fx.Graph, flat: list[Any], observe: Observe) -> Any:
-    """Runs a graph node by node on ``module``; tensors are dropped after their last use; ``observe`` sees each result."""
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """A graph that runs under an observer; ``needs``: which earlier values it looks at when it sees a node."""
+
+    graph: fx.Graph
+    observe: Observe
+    needs: Mapping[str, Iterable[fx.Node]] = dataclasses.field(default_factory=dict)
+
+
+def interpret(module: nn.Module, watched: Watched, flat: list[Any]) -> Any:
+    """Runs a graph node by node on ``module``; tensors are dropped after their last use; the observer sees each result."""
+    graph, observe = watched.graph, watched.observe
     env: dict[fx.Node, Any] = {}
     # what a view of a weight was made with is looked at again beside the use, and stays
     seen = {source for node in graph.nodes if "alias" in node.meta for source in node.all_input_nodes}
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
-        for source in node.all_input_nodes:
+        for source in (node, *node.all_input_nodes, *watched.needs.get(node.name, ())):
             if source not in seen:
                 seen.add(source)
                 last.setdefault(node, []).append(source)
@@ -90,7 +100,7 @@ def interpret(module: nn.Module, graph: fx.Graph, flat: list[Any], observe: Obse
             env[node] = evaluate(module, node, env.__getitem__)
             observe(node, env, env[node])
         for source in last.get(node, ()):
-            del env[source]
+            env.pop(source, None)
     return None
 
 
@@ -110,18 +120,18 @@ def evaluate(module: nn.Module, node: fx.Node, value_of: Callable[[fx.Node], Any
 
 
 @contextlib.contextmanager
-def observing(root: nn.Module, observers: Mapping[str, tuple[fx.Graph, Observe]]) -> Iterator[None]:
+def observing(root: nn.Module, observers: Mapping[str, Watched]) -> Iterator[None]:
     """While this lasts, the first programs of the modules at these paths run their graphs node by node under an observer."""
     saved = []
-    for path, (graph, observe) in observers.items():
+    for path, watched in observers.items():
         module: Any = root.get_submodule(path)
         assert isinstance(module, GraphForward)
         runner = module._inro_runners[0]
 
-        def watched(self: Any, *flat: Any, graph: fx.Graph = graph, observe: Observe = observe) -> Any:
-            return interpret(self, graph, list(flat), observe)
+        def interpreted(self: Any, *flat: Any, watched: Watched = watched) -> Any:
+            return interpret(self, watched, list(flat))
         saved.append((runner, runner.functions))
-        runner.functions = dataclasses.replace(runner.functions, run=watched, quick=watched)
+        runner.functions = dataclasses.replace(runner.functions, run=interpreted, quick=interpreted)
     try:
         yield
     finally:
@@ -169,10 +179,10 @@ def run_float(session: Session, example: Example, rewritten: Mapping[str, Progra
     observers = {}
     readers = _last_readers(session, weights) if release is not None else {}
     for path, program in session.captures.items():
-        observe = _isolating(session, rewritten[path], {t.key: errors[t.key] for t in targets if t.capture == path}, pack, progress)
+        observe, needs = _isolating(session, rewritten[path], {t.key: errors[t.key] for t in targets if t.capture == path}, pack, progress)
         if not path and readers and release is not None:
             observe = _releasing(observe, readers, release)
-        observers[path] = (program.graph, observe)
+        observers[path] = Watched(program.graph, observe, needs)
     with observing(session.root, observers):
         with _PythonUses(session, weights, pack, errors) if session.python_uses else contextlib.nullcontext():
             run(session.root, example)
@@ -206,16 +216,19 @@ def _releasing(observe: Observe, readers: Mapping[fx.Node, list[str]], release: 
     return both
 
 
-def _isolating(session: Session, program: Program, errors: Mapping[Key, Errors], pack: Pack, progress: Callable[[], None]) -> Observe:
+def _isolating(session: Session, program: Program, errors: Mapping[Key, Errors], pack: Pack,
+               progress: Callable[[], None]) -> tuple[Observe, dict[str, set[fx.Node]]]:
     """Compares, at the float node that each use's probe names, the float value with the quantized program's on the same inputs."""
     module = session.root.get_submodule(program.path)
     by_name = {n.name: n for n in program.graph.nodes}
     floats = {n.name: n for n in session.captures[program.path].graph.nodes}
     at: dict[str, list[tuple[Errors, fx.Node, str]]] = {}
+    needs: dict[str, set[fx.Node]] = {}
     for (node, constant), probe in program.probes.items():
         record = errors.get((program.path, node, constant))
         if record is not None:
             at.setdefault(probe.twin, []).append((record, by_name[probe.node], constant))
+            needs.setdefault(probe.twin, set()).update(_float_inputs(by_name[probe.node], floats))
 
     def observe(node: fx.Node, env: Mapping[fx.Node, Any], value: Any) -> None:
         out = _main_tensor(value) if node.name in at else None
@@ -229,7 +242,27 @@ def _isolating(session: Session, program: Program, errors: Mapping[Key, Errors],
                     record.noise, record.signal, record.calls = record.noise + noise, record.signal + signal, record.calls + 1
                 record.samples.append(_sample(out))
                 progress()
-    return observe
+    return observe, needs
+
+
+def _float_inputs(node: fx.Node, floats: Mapping[str, fx.Node]) -> Iterator[fx.Node]:
+    """The values of the float run that a node of the quantized program is computed from, where that has no nearer ones."""
+    pending, seen = [*node.all_input_nodes], {node}
+    while pending:
+        source = pending.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        twin = floats.get(meta_of(source).get("twin", source.name))
+        if twin is not None:
+            yield twin
+        if twin is None or source.op == "get_attr" or _of_weight(source):
+            pending.extend(source.all_input_nodes)
+
+
+def _of_weight(node: fx.Node) -> bool:
+    """Does the node unpack a weight, or view one?"""
+    return "unpacks" in node.meta or (("alias" in node.meta or "pieces_of" in node.meta) and node.op != "placeholder")
 
 
 class _Evaluation:
@@ -260,7 +293,7 @@ class _Evaluation:
             return self.pack(stored.constant)[stored.part]
         twin = self.floats.get(meta.get("twin", ""))
         known = twin is not None and twin in self.env
-        of_weight = "unpacks" in meta or (view is not None and node.op != "placeholder")
+        of_weight = _of_weight(node)
         if known and self.several and of_weight and view is not None and view.constant != self.constant:
             return self.env[twin]
         if node.op == "get_attr" or of_weight or not known:
@@ -310,7 +343,7 @@ class _PythonUses(torch.overrides.TorchFunctionMode):
 def run_quantized(root: nn.Module, example: Example, programs: Mapping[str, Program], errors: Mapping[Key, Errors],
                   progress: Callable[[], None]) -> Any:
     """Runs the quantized model and completes ``errors`` with the propagated ones; gives back its output."""
-    observers = {path: (program.graph, _replaying(program, errors, progress)) for path, program in programs.items()}
+    observers = {path: Watched(program.graph, _replaying(program, errors, progress)) for path, program in programs.items()}
     with observing(root, observers):
         return run(root, example)
 

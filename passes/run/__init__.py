@@ -1,0 +1,1 @@
+"""What runs programs in the place of a user's modules, and holds weights as codes."""

@@ -1,0 +1,1 @@
+"""Which weights are quantized, how, and why the others are not."""
