@@ -19,6 +19,7 @@ __all__ = ["alias_after"]
 
 ELEMENTWISE = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous", "detach", "mul", "div",
                "true_divide", "truediv", "__mul__", "__truediv__", "__rmul__"}
+QUOTIENTS = {"div", "true_divide", "truediv", "__truediv__"}        # of a weight, not by one: 1 / w enlarges the error of a code
 
 
 def alias_after(node: fx.Node, value: Any, tensors: list[TensorProxy], name: str, session: Session) -> tuple[Alias | None, bool]:
@@ -38,7 +39,8 @@ def alias_after(node: fx.Node, value: Any, tensors: list[TensorProxy], name: str
         return seen, piece
     first = next((p for p in tensors if "alias" in p.node.meta), None)
     if first is not None and isinstance(value, Tensor) and value.shape == first.example.shape and name in ELEMENTWISE:
-        if all(p is first for p in tensors) or name in ("type_as", "to"):
+        divides = name in QUOTIENTS and node.args[0] is not first.node
+        if not divides and (all(p is first for p in tensors) or name in ("type_as", "to")):
             return dataclasses.replace(alias, view=False), piece
     return None, piece
 

@@ -11,6 +11,7 @@ sizes: one more along each dimension, and one row alone. If it does not, the nex
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -77,6 +78,7 @@ def _note_state(session: Session, written: dict[str, Tensor], replaced: tuple[st
 def _other_sizes(session: Session, example: Example) -> Iterator[tuple[str, Example, Any]]:
     """What the model itself gives at other sizes than the example's, where it takes them and gives the same twice."""
     for label, other in example.other_sizes():
+        other = dataclasses.replace(other, draws=True)          # another branch may, and the generator is the user's
         try:
             rewind(session.root, session.as_they_were)
             wanted = run(session.root, other)
