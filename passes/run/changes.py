@@ -15,7 +15,7 @@ from ..constants import ABSENT
 from ..program import Program
 from .classes import TORCHS, user_class
 
-__all__ = ["Watch", "global_hooks", "mentioned", "watch"]
+__all__ = ["Watch", "global_hooks", "mentioned", "mentioned_by", "watch"]
 
 _GLOBAL = tuple(getattr(torch_module, name) for name in (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"))
@@ -174,11 +174,18 @@ def mentioned(user: type[Any]) -> frozenset[str]:
         found: set[str] = set()
         for kind in user.__mro__[:user.__mro__.index(nn.Module)]:
             for value in vars(kind).values():
-                function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
-                if isinstance(function, types.FunctionType):
-                    _names(function.__code__, found)
+                found |= mentioned_by(getattr(value, "__func__", getattr(value, "fget", value)))
         _mentioned[user] = frozenset(found)
     return _mentioned[user]
+
+
+def mentioned_by(function: Any) -> set[str]:
+    """The same of one function."""
+    found: set[str] = set()
+    function = inspect.unwrap(function)
+    if isinstance(function, types.FunctionType):
+        _names(function.__code__, found)
+    return found
 
 
 def _names(code: types.CodeType, found: set[str]) -> None:

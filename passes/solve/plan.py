@@ -20,7 +20,7 @@ from ..carriers import CARRIERS, LOOKUPS, Use, computed_uses, name_of_target, ob
 from ..constants import Constant
 from ..failures import SchemeError
 from ..program import meta_of
-from ..run.changes import mentioned
+from ..run.changes import mentioned, mentioned_by
 from ..run.classes import user_class
 from ..scheme import Identity, Layout, Scheme
 from .examine import examined
@@ -195,7 +195,7 @@ def _decide(session: Session, constant: Constant, uses: list[Target], default: S
     if session.written.keys() & set(constant.names):
         return "its own forward writes to it (such as an embedding with max_norm)"
     if any(_reaches_around(session, name) for name in constant.names):
-        return "its code reads self._parameters itself"
+        return "code looks it up in a dict of all parameters"
     if constant.name in session.held_elsewhere:
         return "code holds it in an attribute as well, past the module that owns it"
     first = min(uses, key=lambda t: t.use.op in LOOKUPS)
@@ -221,7 +221,8 @@ def _reaches_around(session: Session, name: str) -> bool:
     """Does the code of the module that owns a weight, or of one above it, look into dicts of parameters?"""
     path = name.rpartition(".")[0]
     above = [path[:i] for i in range(len(path)) if path[i] == "."] + ["", path]
-    return any("_parameters" in mentioned(user_class(session.root.get_submodule(p))) for p in above)
+    classes = {user_class(session.root.get_submodule(p)) for p in above}
+    return any("_parameters" in mentioned(c) or mentioned_by(c.forward) & {"named_parameters", "state_dict"} for c in classes)
 
 
 def with_scheme(session: Session, weight: Weight, scheme: Scheme) -> Weight:
