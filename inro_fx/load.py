@@ -271,10 +271,10 @@ def _place(root: nn.Module, tensor: Tensor, entry: Entry, made: set[str]) -> Non
             if name not in module._parameters:
                 raise KeyError(full)
             module._parameters[name] = value
-        elif entry.kind == "attribute":
-            if not isinstance(vars(module).get(name), Tensor):
-                raise KeyError(full)
+        elif isinstance(vars(module).get(name), Tensor):              # a plain attribute, which a graph may have as a buffer, too
             module.__dict__[name] = value
+        elif entry.kind == "attribute":
+            raise KeyError(full)
         elif name in module._buffers:
             module._buffers[name] = value
         elif full in made or NEW_BUFFER.fullmatch(name):

@@ -151,7 +151,7 @@ def test_a_scheme_of_ones_own_is_given_to_load(tmp_path):
     model, x = MODELS["mlp"]()
     small = inro_fx.quantize_graph(model, x, Halves(), overrides={"2": inro_fx.uniform(100, 4)})
     file = inro_fx.save(small, tmp_path / "m.safetensors")
-    with pytest.raises(inro_fx.SchemeError, match="unknown scheme 'halves'"):
+    with pytest.raises(inro_fx.SchemeError, match="needs the scheme 'halves'"):
         inro_fx.load(file, model)
     again = inro_fx.load(file, model, schemes=[Halves()])
     assert torch.equal(again(x), small(x))

@@ -53,6 +53,7 @@ class Again:
         if not self.eager and (self.seen[reason] < RECURRENT or len(module._inro_runners) >= MOST_PROGRAMS or _has_guests(module)):
             return False
         from .forward import detach_programs
+        from .weights import attach_none
         self.busy = True
         before = len(module._inro_runners)
         try:
@@ -64,6 +65,7 @@ class Again:
         first, self.eager = self.eager, False
         if len(module._inro_runners) == before and first:
             detach_programs(module)                     # its own code runs, over the graphs of what it calls
+            attach_none(module)
             return True
         if len(module._inro_runners) == before:
             self.refused.add(reason)

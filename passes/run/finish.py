@@ -7,17 +7,14 @@ from typing import Any
 from torch import nn
 
 from ..failures import StateError
-from .classes import Part, add_part
-from .weights import PackedWeights
+from .weights import attach_none
 
 __all__ = ["finish"]
 
 
 def finish(root: nn.Module, record: Any) -> None:
     """Gives the root the record of what was done, and makes it refuse the float model's weights before anything is copied."""
-    if not issubclass(type(root), Part):
-        root.__dict__.update(_inro_packed={}, _inro_links={})
-        add_part(root, PackedWeights)
+    attach_none(root)
     root.__dict__["_inro"] = record
     root.register_load_state_dict_pre_hook(_check_state)
 

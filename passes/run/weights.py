@@ -17,8 +17,8 @@ from ..failures import ModelError
 from ..scheme import Layout, Scheme
 from .classes import Part, add_part, compiling, remove_part
 
-__all__ = ["FakeQuantizedWeights", "Packed", "PackedWeights", "RecurrentWeights", "attach_fake", "attach_packed", "detach_fakes",
-           "mapped_dtype", "recurrent"]
+__all__ = ["FakeQuantizedWeights", "Packed", "PackedWeights", "RecurrentWeights", "attach_fake",
+           "attach_none", "attach_packed", "detach_fakes", "mapped_dtype", "recurrent"]
 
 
 @dataclasses.dataclass
@@ -231,6 +231,13 @@ def _plain(weight: Any) -> Any:
 def mapped_dtype(dtype: torch.dtype, fn: Callable[[Tensor], Tensor]) -> torch.dtype:
     """What becomes of a dtype under the function that ``Module._apply`` is given."""
     return fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
+
+
+def attach_none(module: nn.Module) -> None:
+    """Makes the root of a quantized model one of ours, where it holds no weight itself and runs its own code."""
+    if not issubclass(type(module), Part):
+        module.__dict__.update(_inro_packed={}, _inro_links={})
+        add_part(module, PackedWeights)
 
 
 def attach_packed(module: nn.Module, name: str, packed: Packed, holder: nn.Module | None = None,
