@@ -36,7 +36,6 @@ from .schemes import read_scheme
 
 __all__ = ["load"]
 
-NEW_BUFFER = re.compile(r"_constant_\d+")          # what a graph may have added to a module; else a file names what is there
 NAMED = 5                      # differences that a message names
 
 
@@ -271,13 +270,13 @@ def _place(root: nn.Module, tensor: Tensor, entry: Entry, made: set[str]) -> Non
             if name not in module._parameters:
                 raise KeyError(full)
             module._parameters[name] = value
-        elif isinstance(vars(module).get(name), Tensor):              # a plain attribute, which a graph may have as a buffer, too
-            module.__dict__[name] = value
         elif entry.kind == "attribute":
-            raise KeyError(full)
+            if not isinstance(vars(module).get(name), Tensor):
+                raise KeyError(full)
+            module.__dict__[name] = value
         elif name in module._buffers:
             module._buffers[name] = value
-        elif full in made or NEW_BUFFER.fullmatch(name):
+        elif full in made:
             module.register_buffer(name, value, persistent=entry.kind == "buffer")
         else:
             raise KeyError(full)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .atomic import replacing
 from .errors import FileError, ModelError
 from .manifest import FORMAT_VERSION, Entry, Manifest, fingerprint_of
+from .passes.constants import adopted_by
 from .passes.run.classes import user_class
 from .passes.run.forward import GraphForward
 from .passes.run.weights import PackedWeights
@@ -105,11 +106,11 @@ def _tensors_of(model: nn.Module) -> dict[str, tuple[str, list[str], Tensor]]:
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:
-    """(kind, name, tensor) of what one module holds itself."""
+    """(kind, name, tensor) of what one module holds itself; what a capture found outside of the model, the next one finds again."""
     own: list[tuple[str, str, Tensor]]
     own = [("parameter" if t.requires_grad else "frozen", n, t) for n, t in module._parameters.items() if t is not None]
     own += [("non_persistent" if n in module._non_persistent_buffers_set else "buffer", n, t)
-            for n, t in module._buffers.items() if t is not None]
+            for n, t in module._buffers.items() if t is not None and n not in adopted_by(module)]
     return own + [("attribute", n, t) for n, t in vars(module).items() if isinstance(t, Tensor)]
 
 

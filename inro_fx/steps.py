@@ -29,7 +29,7 @@ from .passes.capture.example import Example, compare, run, tensors_in
 from .passes.capture.ladder import capture
 from .passes.capture.session import Session
 from .passes.capture.state import ModuleState, held_tensor, rewind
-from .passes.constants import owner_of
+from .passes.constants import adopt, adopted_by, owner_of
 from .passes.measure import run_float, run_quantized
 from .passes.pipeline import run_passes
 from .passes.program import Context, Pass, Program
@@ -287,6 +287,8 @@ class _Target:
                         mine.__dict__.pop(name, None)
                         kind[name] = tensor
             mine._non_persistent_buffers_set |= module._non_persistent_buffers_set
+            for name in adopted_by(module):
+                adopt(mine, name, module._buffers[name])
 
     def take(self, name: str, packer: Packer) -> None:
         """The model holds a weight as codes from now on, and its floats are free."""

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ABSENT", "Alias", "Constant", "alias_of_view", "find_constants", "owner_of", "packed_constants", "storage_of"]
+__all__ = ["ABSENT", "Alias", "Constant", "adopt", "adopted_by", "alias_of_view", "find_constants", "owner_of", "packed_constants",
+           "storage_of"]
 
 
 ABSENT = object()          # what a lookup gives for what is not there, where None may be
@@ -107,6 +108,17 @@ def _identity(tensor: Tensor) -> object:
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.numel() == 0:
         return id(tensor)
     return storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def adopted_by(module: nn.Module) -> set[str]:
+    """The names of the buffers that a capture gave a module: tensors that its code reads from outside of the module tree."""
+    return vars(module).get("_inro_adopted", set())
+
+
+def adopt(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Registers such a buffer. It is not saved: the next capture finds the tensor again."""
+    module.register_buffer(name, tensor, persistent=False)
+    module.__dict__.setdefault("_inro_adopted", set()).add(name)
 
 
 def storage_of(tensor: Tensor) -> int:

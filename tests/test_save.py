@@ -120,7 +120,6 @@ def test_arguments_outputs_state_and_names_of_every_kind(tmp_path):
     assert torch.equal(a.extra[1][3], b.extra[1][3])
     assert not again.frozen.requires_grad and again.single.requires_grad
     assert again._non_persistent_buffers_set == small._non_persistent_buffers_set
-    assert again._inro_strict
     with pytest.raises(inro_fx.GraphNotTaken):
         again(torch.randn(2, 8))
 

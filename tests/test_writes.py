@@ -190,7 +190,7 @@ def test_pruning_and_parametrizations_on_a_quantized_layer_are_right_or_refused(
     torch.manual_seed(2)
     try:
         put_on(small.fc)
-    except (*REFUSED, ValueError) as error:
+    except (*REFUSED, ValueError, KeyError) as error:                  # torch's own: it finds no parameter of that name
         one_sentence(error)
         assert same(before, small.state_dict())
         assert torch.equal(small(x), output)
@@ -328,10 +328,11 @@ def test_converting_leaves_the_prepared_model_as_it_is(options):
     assert [id(p) for p in parameters] == [id(p) for p in prepared.parameters()]
     assert kinds == [type(m) for m in prepared.modules()]
     assert [m.training for m in prepared.modules()] == [m.training for m in twin.modules()]
-    assert torch.equal(prepared(x), twin(x))
     output, again = small(x), inro_fx.convert_graph(prepared)
     assert type(again).__mro__[1:] == type(small).__mro__[1:]
     assert not {t.data_ptr() for t in small.state_dict().values()} & {t.data_ptr() for t in prepared.state_dict().values()}
+    converted = inro_fx.convert_graph(twin)
+    assert torch.equal(prepared(x), twin(x))
     for _ in range(3):                                                 # more data, or more training
         if options.get("qat"):
             optimizer = torch.optim.SGD(prepared.parameters(), 0.1)
@@ -342,7 +343,7 @@ def test_converting_leaves_the_prepared_model_as_it_is(options):
             prepared(3 * x)
     assert torch.equal(small(x), output)
     assert not torch.equal(inro_fx.convert_graph(prepared)(x), output)
-    assert torch.equal(inro_fx.convert_graph(twin)(x), output)
+    assert torch.equal(converted(x), output)
 
 
 def test_training_goes_on_with_the_same_optimizer_after_a_conversion_in_its_middle():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from ..constants import storage_of
+from ..constants import adopted_by, storage_of
 from ..failures import ModelError
 from ..run.classes import TORCHS, needs_rebasing, rebased, user_class
 from ..run.weights import recurrent
@@ -115,7 +115,7 @@ def make_independent(root: nn.Module) -> None:
             for name, tensor in kind.items():
                 if tensor is None or name in packed:
                     continue
-                if name.startswith("_constant_") or storage_of(tensor) in bound:
+                if name in adopted_by(module) or storage_of(tensor) in bound:
                     continue                   # tensors from outside of the module tree stay these; bound ones are the copy's own
                 if id(tensor) not in copies:
                     copied = tensor.detach().clone()

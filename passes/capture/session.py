@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..carriers import Use, observed_use
-from ..constants import ABSENT, Alias, Constant, alias_of_view, find_constants, packed_constants, storage_of
+from ..constants import ABSENT, Alias, Constant, adopt, alias_of_view, find_constants, packed_constants, storage_of
 from ..program import Program, meta_of
 from ..run.classes import compiling, user_class
 from ..structure import Slot, find, map_values, strip
@@ -159,7 +159,7 @@ class Session:
         while hasattr(module, f"_constant_{number}"):
             number += 1
         name = f"_constant_{number}"
-        module.register_buffer(name, tensor.detach() if tensor.requires_grad else tensor, persistent=False)
+        adopt(module, name, tensor.detach() if tensor.requires_grad else tensor)
         self.state.see_buffer(f"{path}.{name}".lstrip("."), module._buffers[name])
         return name
 

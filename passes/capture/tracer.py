@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
-from ..constants import ABSENT, Alias, storage_of
+from ..constants import ABSENT, Alias, adopted_by, storage_of
 from ..program import Meta, Value, annotate, guard, meta_of
 from .aliases import alias_after
 from .decompose import DECOMPOSITIONS
@@ -180,6 +180,7 @@ class Tracer:
                 name = str(proxy.node.target)
                 module._buffers.pop(name, None)
                 module._non_persistent_buffers_set.discard(name)
+                adopted_by(module).discard(name)
                 self.session.state.see_buffer(f"{self.path}.{name}".lstrip("."), None)
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ..constants import adopt, adopted_by
 from ..program import Context, Pass, Program
 
 if TYPE_CHECKING:
@@ -127,11 +128,12 @@ def attach_all(module: nn.Module, captured: Captured, more: Sequence[Pass] = ())
     valid = [r for m in module.modules() if isinstance(m, GraphForward) for r in m._inro_runners if r.watch.altered(m) is None]
     for path, program in captured.programs.items():
         owner: Any = module.get_submodule(path)
-        held = {n: b for n, b in captured.copy.get_submodule(path)._buffers.items() if n.startswith("_constant_")}
+        made = captured.copy.get_submodule(path)
+        held = {n: b for n, b in made._buffers.items() if n in adopted_by(made)}
         if any(n in owner._buffers and owner._buffers[n] is not b for n, b in held.items()):
             continue                                # another program of the module has another tensor of that name
         for name in held.keys() - owner._buffers.keys():
-            owner.register_buffer(name, held[name], persistent=False)
+            adopt(owner, name, held[name])
         if not path or not isinstance(owner, GraphForward) or not owner._inro_runners:
             attach_program(owner, program, strict=bool(getattr(module, "_inro_strict", False)) and not path, again=Again(more))
             valid.append(owner._inro_runners[-1])

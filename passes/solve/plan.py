@@ -222,7 +222,8 @@ def _reaches_around(session: Session, name: str) -> bool:
     path = name.rpartition(".")[0]
     above = [path[:i] for i in range(len(path)) if path[i] == "."] + ["", path]
     classes = {user_class(session.root.get_submodule(p)) for p in above}
-    return any("_parameters" in mentioned(c) or mentioned_by(c.forward) & {"named_parameters", "state_dict"} for c in classes)
+    return any(("_parameters" in mentioned(c) and not issubclass(c, fx.GraphModule))
+               or mentioned_by(c.forward) & {"named_parameters", "state_dict"} for c in classes)
 
 
 def with_scheme(session: Session, weight: Weight, scheme: Scheme) -> Weight:
