@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import gc
 import threading
 
 import pytest
@@ -512,3 +513,34 @@ def test_two_captures_at_once():
     [t.start() for t in threads], [t.join() for t in threads]
     assert failures == []
     assert nn.Module.__call__.__module__ == "torch.nn.modules.module"
+
+
+def test_callbacks_of_the_garbage_collector_are_no_traced_code():
+    """They run at any moment, in the middle of forward, and may do what no graph can say."""
+    heard = []
+
+    def callback(phase, info):
+        global _collections
+        _collections = heard.append((phase, id(info), type(info) is dict, torch.compiler.is_compiling()))
+
+    class Collects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+
+        def forward(self, x):
+            a = [x.shape[0]]
+            a.append(a)
+            del a
+            return self.fc(x)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(1, 1, 1)
+    try:
+        small = inro_fx.quantize_graph(Collects(), torch.randn(2, 16))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(callback)
+    assert heard
+    assert inro_fx.report(small).regions == []

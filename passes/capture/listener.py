@@ -11,6 +11,7 @@ The calls that torch's own code makes are its own affair.
 from __future__ import annotations
 
 import dis
+import gc
 import inspect
 import os
 import sys
@@ -72,8 +73,11 @@ class Listener:
         self._notes: list[tuple[str, Any, Any]] = []         # (name, container or the names that it is among, what was in it)
         self._known: dict[types.CodeType, bool] = {}        # code -> is it torch's or ours?
         self._before: Any = None
+        self._collecting: set[Any] = set()      # the code of callbacks of Python's garbage collector, which runs at any moment
+        self._aside: types.FrameType | None = None             # such a callback, while it runs
 
     def __enter__(self) -> Listener:
+        self._collecting = {getattr(getattr(f, "__func__", f), "__code__", None) for f in gc.callbacks}
         self._before = sys.getprofile()
         sys.setprofile(self._hear)
         return self
@@ -87,8 +91,14 @@ class Listener:
         return refusal
 
     def _hear(self, frame: types.FrameType, event: str, argument: Any) -> None:
-        if event == "call":
+        if self._aside is not None:
+            if event == "return" and frame is self._aside:
+                self._aside = None
+        elif event == "call":
             code = frame.f_code
+            if code in self._collecting:
+                self._aside = frame
+                return
             internal = self._known.get(code)
             if internal is None:
                 internal = self._known[code] = code.co_filename.startswith(INTERNAL)
