@@ -41,18 +41,21 @@ class OwnDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        self.drew = True
         if torch.initial_seed() != self.seed:
             self.seed = torch.initial_seed()
             self.generator.manual_seed(self.seed)
         drawing = self._with_generator(func)
         if drawing is not None and not any(getattr(a, "is_cuda", False) for a in args) \
                 and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+            self.drew = True
             return drawing(*args, **{**kwargs, "generator": self.generator})
         with torch.random.fork_rng(devices=[]):              # no operator of that name takes a generator
-            torch.random.default_generator.set_state(self.generator.get_state())
+            before = self.generator.get_state()
+            torch.random.default_generator.set_state(before)
             result = func(*args, **kwargs)
-            self.generator.set_state(torch.random.default_generator.get_state())
+            after = torch.random.default_generator.get_state()
+            self.drew = self.drew or not torch.equal(before, after)              # attention without dropout draws nothing
+            self.generator.set_state(after)
         return result
 
     @staticmethod

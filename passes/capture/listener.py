@@ -70,6 +70,7 @@ class Listener:
         self.seeded = False                     # torch's generator
         self.calling = ""                       # the function of C that was called last
         self.reached: list[tuple[str, Any]] = []             # globals and closures that the code names: (name, value's holder)
+        self._closures: dict[int, tuple[str, Any]] = {}      # closures by id; those of calls that are over die with these
         self._notes: list[tuple[str, Any, Any]] = []         # (name, container or the names that it is among, what was in it)
         self._known: dict[types.CodeType, bool] = {}        # code -> is it torch's or ours?
         self._before: Any = None
@@ -129,8 +130,19 @@ class Listener:
                                 or getattr(v, "__self__", None) is numpy.random.mtrand._rand for v in reachable)
         for name in code.co_freevars:
             self._note(name, frame.f_locals.get(name), None)
-        if code.co_freevars:
-            self.reached += [(name, frame.f_locals[name]) for name in code.co_freevars if name in frame.f_locals]
+        for name in code.co_freevars:
+            if name in frame.f_locals:
+                self._closures.setdefault(id(frame.f_locals[name]), (name, frame.f_locals[name]))
+
+    def settle(self) -> None:
+        """After the code has run: forgets what only its own calls could reach, such as the arguments of a decorator's wrapper."""
+        noted = {id(held) for _, held, _ in self._notes}
+        for key in list(self._closures):
+            name, value = self._closures.pop(key)
+            if sys.getrefcount(value) > 2 + (key in noted):          # this variable, and the argument
+                self.reached.append((name, value))
+            else:
+                self._notes = [note for note in self._notes if note[1] is not value]
 
     def _note(self, name: str, value: Any, names: dict[str, Any] | None) -> None:
         """Remembers what is in a list, dict or set that code can reach, or the number that a global is."""
@@ -218,8 +230,10 @@ def questions_of(code: types.CodeType) -> frozenset[str]:
 
     >>> sorted(questions_of(compile("type(x) is int or y is z", "", "eval")))
     ['identity', 'type']
-    >>> questions_of(compile("x is None or f(type(x).__name__)", "", "eval"))
+    >>> questions_of(compile("x is None or f(type(x).__name__) or type(x).forward is g", "", "eval"))
     frozenset()
+    >>> questions_of(compile("x[0] is x[1]", "", "eval"))
+    frozenset({'identity'})
     """
     if code not in _read:
         _read[code] = frozenset(_questions(code))
@@ -233,13 +247,18 @@ def _questions(code: types.CodeType) -> Iterator[str]:
     if not names & {"type", "__class__"} and dis.opmap["IS_OP"] not in code.co_code[::2]:
         return
     steps = [i for i in dis.get_instructions(code) if i.opname not in SILENT]
-    asked = -NEAR                                    # where type(...) or .__class__ was read last
+    asked = attribute = -NEAR                        # where type(...) or .__class__ was read last, and an attribute of that
     for index, step in enumerate(steps):
         if step.opname.startswith("LOAD") and step.argval in ("type", "__class__"):
             asked = index
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and index - asked < NEAR and not str(step.argval).startswith("__"):
+            asked = -NEAR                            # type(self).forward is what the class has, and no question for the class
+            attribute = index
         if step.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR") and index - asked < NEAR:
             yield "type"
-        elif step.opname == "IS_OP" and not any(s.opname == "LOAD_CONST" for s in steps[max(index - 2, 0):index]):
+        elif step.opname == "IS_OP" and index - attribute >= NEAR and not any(
+                s.opname == "LOAD_CONST" and s.argval in (None, True, False, ...) and type(s.argval) is not int
+                for s in steps[max(index - 2, 0):index]):
             yield "identity"
 
 

@@ -255,6 +255,7 @@ class Session:
             return example, True
         except Exception as error:
             tracer.abandon()
+            tracer.listener.settle()
             self._leaks(tracer, module)
             self.refuse(path, error)
             return None, False

@@ -253,6 +253,7 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
             watch = _StateWatch(_storages(root, {**written, **kept}))
             with quiet(root), kept_outside_draws(lambda: heard.drew, lambda: heard.seeded), heard, watch:  # noqa: B023
                 want = root.forward(*args, **kwargs)
+                heard.settle()
                 heard.drew = heard.drew or (heard.may_draw and numpy_state() != numpy_before)
             replaced = tuple(name for name in kept if _held_or_none(root, name) is not copies[name])
             for name, before in kept.items():

@@ -151,6 +151,7 @@ class Tracer:
         """Calls ``forward`` with placeholders among its arguments; gives back its result, full of proxies."""
         with torch.enable_grad(), at_work(self), self.session.drawing(), self.listener, _Interceptor(self):
             result = forward(*args, **kwargs)
+        self.listener.settle()
         self._heed()
         self.facts |= self.listener.facts
         self.settings = self.listener.settings

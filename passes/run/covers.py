@@ -50,6 +50,7 @@ class Runner:
                 self._reads.append((index, ("shape", *asked) if shapes else tuple(asked)))
             elif leaf.name in guarded:
                 self._reads.append((index, ()))
+        self._held: tuple[Watch, set[int]] | None = None           # the ids of the model's tensors, as of this watch
         self._strides = "strides" in facts
         self._inference = "inference" in facts
         self._identity = "identity" in facts or any(i != j for i, j in enumerate(call.same))
@@ -79,8 +80,9 @@ class Runner:
 
     def _own(self, module: nn.Module, flat: list[Any]) -> tuple[bool, ...]:
         """Which inputs are tensors of the model itself."""
-        held = {id(t) for m in module.modules() for kind in (m._parameters, m._buffers)
-                for t in kind.values()}
+        if self._held is None or self._held[0] is not self.watch:
+            self._held = self.watch, {id(t) for m in module.modules() for kind in (m._parameters, m._buffers) for t in kind.values()}
+        held = self._held[1]
         return tuple(isinstance(v, torch.Tensor) and id(v) in held for v in flat)
 
     def judge(self, module: nn.Module, flat: list[Any]) -> str:
