@@ -232,6 +232,8 @@ def questions_of(code: types.CodeType) -> frozenset[str]:
     ['identity', 'type']
     >>> questions_of(compile("x is None or f(type(x).__name__) or type(x).forward is g", "", "eval"))
     frozenset()
+    >>> questions_of(compile("type(x.shape) is torch.Size", "", "eval"))
+    frozenset({'type'})
     >>> questions_of(compile("x[0] is x[1]", "", "eval"))
     frozenset({'identity'})
     """
@@ -251,9 +253,9 @@ def _questions(code: types.CodeType) -> Iterator[str]:
     for index, step in enumerate(steps):
         if step.opname.startswith("LOAD") and step.argval in ("type", "__class__"):
             asked = index
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and index - asked < NEAR and not str(step.argval).startswith("__"):
-            asked = -NEAR                            # type(self).forward is what the class has, and no question for the class
-            attribute = index
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and not str(step.argval).startswith("__") and index - asked == (
+                1 if steps[asked].argval == "__class__" else 3 if steps[index - 1].opname.startswith("CALL") else 0):
+            asked, attribute = -NEAR, index          # type(self).forward is what the class has, and no question for the class
         if step.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR") and index - asked < NEAR:
             yield "type"
         elif step.opname == "IS_OP" and index - attribute >= NEAR and not any(
