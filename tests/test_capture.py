@@ -555,7 +555,7 @@ def wrapped(cls):
         changed = dict(kwargs)
 
         def inner():
-            changed["scale"] = changed.get("scale", 1.0) * (1.0 if outermost is None else 1.0)
+            changed["scale"] = changed.get("scale", 1.0) * (0.5 if outermost is None else 1.0)
             changed.setdefault("seen", args[0])
             return forward(self, *args, scale=changed["scale"])
         return inner()

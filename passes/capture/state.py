@@ -217,6 +217,7 @@ class Reference:
     ``example``    which knows whether the model draws
     ``heard``      among others whether it drew from Python's or numpy's generators, or seeded torch's
     ``fragile``    its operators read past their inputs where sizes do not fit
+    ``compiled``   it has functions that torch compiles when they run, which works under no mode
     """
 
     want: Any
@@ -226,6 +227,7 @@ class Reference:
     fragile: bool = False
     replaced: tuple[str, ...] = ()
     apart: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    compiled: bool = False
 
 
 SMALL = 65_536           # elements: smaller buffers are kept apart from the model's through all runs
@@ -269,7 +271,7 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
             if watch.compiled:                             # what torch.cond compiles inside a mode fails outside of it
                 torch._dynamo.reset()
             example = dataclasses.replace(example, draws=watch.drew, draws_outside=heard.drew)
-            return Reference(want, written, example, heard, watch.fragile, replaced, apart)
+            return Reference(want, written, example, heard, watch.fragile, replaced, apart, watch.compiled)
         except _StateWritten as state:
             own.restore()
             rewind(root, kept)
@@ -303,7 +305,7 @@ def _run_past_modes(root: nn.Module, example: Example, own: ModuleState) -> Refe
         else:
             written[name] = before
         own.see_buffer(name, held_tensor(root, name))
-    return None if want is None else Reference(want, written, example, Listener())
+    return None if want is None else Reference(want, written, example, Listener(), compiled=True)
 
 
 def _held_or_none(root: nn.Module, name: str) -> Tensor | None:
