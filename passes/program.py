@@ -147,16 +147,16 @@ class Program:
         return f"{self.path}.{target}" if self.path else target
 
 
-def _source(node: Any) -> str:
-    """A guarded number as the expression that it is: ``x.size(1)``, ``x.size(1) > 4``."""
+def _source(node: Any, depth: int = 4) -> str:
+    """A guarded number as the expression that it is: ``x.size(1)``, ``x.size(1) > 4``; what is deeper, by its node's name."""
     if not isinstance(node, fx.Node):
         return repr(node)
-    if node.op == "placeholder" or len(node.all_input_nodes) > 4:
+    if node.op == "placeholder" or len(node.all_input_nodes) > 4 or not depth:
         return node.name
     if node.op == "call_method":
-        return f"{_source(node.args[0])}.{node.target}({', '.join(map(_source, node.args[1:]))})"
+        return f"{_source(node.args[0], depth - 1)}.{node.target}({', '.join(_source(a, depth - 1) for a in node.args[1:])})"
     name = getattr(node.target, "__name__", str(node.target))
-    return f"{name}({', '.join(map(_source, node.args))})" if node.op == "call_function" else node.name
+    return f"{name}({', '.join(_source(a, depth - 1) for a in node.args)})" if node.op == "call_function" else node.name
 
 
 @dataclasses.dataclass(frozen=True)

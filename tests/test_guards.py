@@ -553,3 +553,14 @@ def test_a_forward_that_exports_only_by_its_branch():
     small = inro_fx.quantize_graph(model, x, Identity())
     assert torch.equal(small(x), model(x))
     assert torch.equal(exported(small, x)(x), exported(model, x)(x))
+
+
+def test_a_size_computed_in_many_steps_is_named_shortly():
+    """The same number goes into a sum twice, again and again: written out, its guard would be a text of 2**60 terms."""
+    def forward(self, x):
+        n = x.shape[0]
+        for _ in range(60):
+            n = n + n
+        return self.a(x) if n > 5 else self.b(x)
+    small = inro_fx.quantize_graph(net(forward, **layers("a", "b")), torch.randn(2, 2, 8))
+    assert len(str(inro_fx.report(small))) < 5000
