@@ -38,7 +38,7 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 class _Any:
-    """Equal to everything: in the place of our own attributes, which a note of a module's state must not keep alive."""
+    """Equal to everything: in the place of our own attributes of the root, among which the note of its state is."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -76,8 +76,41 @@ class Watch:
     containers: list[tuple[Any, Any]]
     fixed: list[tuple[dict[str, Any], str, Any, Any]]
 
+    def __post_init__(self) -> None:
+        """The same as rows, for a look at everything that costs little where nothing was changed. The root is in none of them."""
+        self._rows = [(i.siblings, i.name, i.module, now, i.state, now["_modules"], now["_parameters"], now["_buffers"], i.counts,
+                       *(now[name] for name in HOOKS)) for i in self.inside if i.siblings is not None for now in (vars(i.module),)]
+        self._plain = not any(i.hooks for i in self.inside)
+        self._nothing = [pair for i in self.inside for pair in i.nothing]
+        self._root = next(i for i in self.inside if i.siblings is None)
+
     def altered(self, root: nn.Module, lasting: bool = False) -> str | None:
         """What is no more as it was below ``root``; ``lasting``: apart from the mode, which every copy can tell."""
+        return self._altered(root, lasting) if self._may_be_altered(root) else None
+
+    def _may_be_altered(self, root: nn.Module) -> bool:
+        """A quick look: False where nothing was."""
+        if not self._plain or self._differs(self._root, root):
+            return True
+        try:
+            for siblings, name, module, now, state, modules, parameters, buffers, counts, a, b, c, d in self._rows:
+                if siblings[name] is not module or a or b or c or d or (len(modules), len(parameters), len(buffers)) != counts \
+                        or now != state or vars(module) is not now:
+                    return True
+            if any(kind[name] is not None for kind, name in self._nothing):
+                return True
+            if any(container != before for container, before in self.containers):
+                return True
+        except Exception:                       # something is not there, or cannot be compared
+            return True
+        return self._other_form() is not None
+
+    @staticmethod
+    def _differs(inside: Inside, root: nn.Module) -> bool:
+        now = root.__dict__
+        return (len(now["_modules"]), len(now["_parameters"]), len(now["_buffers"])) != inside.counts or not is_same(now, inside.state)
+
+    def _altered(self, root: nn.Module, lasting: bool) -> str | None:
         for inside in self.inside:
             module, siblings = inside.module or root, inside.siblings
             if siblings is not None and siblings.get(inside.name) is not module:
@@ -96,10 +129,14 @@ class Watch:
         for container, before in self.containers:
             if not is_same(container, before):
                 return "a dict, list or config object that its code may have read was changed"
+        return None if (name := self._other_form()) is None else f"{name} was set to another tensor"
+
+    def _other_form(self) -> str | None:
+        """The first stored tensor that has not the shape or dtype any more which the code was told."""
         for kind, name, shape, dtype in self.fixed:
             held = kind.get(name)
             if held is None or (shape is not None and held.shape != shape) or (dtype is not None and held.dtype != dtype):
-                return f"{name} was set to another tensor"
+                return name
         return None
 
 
@@ -113,7 +150,7 @@ def watch(root: nn.Module, program: Program) -> Watch:
         parent, _, name = path.rpartition(".")
         siblings = root.get_submodule(parent)._modules if path else None
         own = child._modules, child._parameters, child._buffers
-        inside.append(Inside(siblings, name or "the model", child if path else None, _state(child), hooks_of(child) if path else (),
+        inside.append(Inside(siblings, name or "the model", child if path else None, _state(child, of_root=not path), hooks_of(child) if path else (),
                              (len(own[0]), len(own[1]), len(own[2])),
                              tuple((kind, n) for kind in own[1:] for n, t in kind.items() if t is None)))
         for name, value in vars(child).items():
@@ -127,8 +164,9 @@ def watch(root: nn.Module, program: Program) -> Watch:
     return Watch(inside, list(containers.values()), held)
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
-    return {name: ANY if name.startswith("_inro") else False if name == "training" else value for name, value in vars(module).items()}
+def _state(module: nn.Module, of_root: bool) -> dict[str, Any]:
+    return {name: ANY if of_root and name.startswith("_inro") else False if name == "training" else value
+            for name, value in vars(module).items()}
 
 
 def _container(value: Any) -> Any:
