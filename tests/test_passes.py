@@ -1,5 +1,7 @@
 """Golden text: what each pass makes of a small graph; why each weight is left alone; what verify refuses."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -288,3 +290,19 @@ def test_a_batch_norm_used_twice_is_not_folded():
     assert isinstance(small.norm, nn.BatchNorm2d)
     assert len({r.layer for r in inro_fx.report(small).rows}) == 1
     assert fx.GraphModule in type(small).__mro__
+
+
+def test_a_lookup_that_renormalizes_its_table_is_not_fused():
+    """It writes to the table. The example does not, so that the table is codes when a program for such calls is captured."""
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(32, 16), requires_grad=False)
+
+        def forward(self, ids, longest=None):
+            return F.embedding(ids, self.table, max_norm=longest)
+
+    small = inro_fx.quantize_graph(Table(), torch.arange(6))
+    assert [row.kernel.partition("/")[0] for row in inro_fx.report(small).rows] == ["inro_fx.embedding"]
+    for row in range(8, 14):
+        assert small(torch.tensor([row]), 0.5).norm() < 0.52

@@ -98,8 +98,6 @@ def _refuse_linear(match: Match, context: Context) -> str | None:
         return "the weight is a part of another one, across its columns"
     if alias.shape[out] != layout.rows and (layout.channels != (0,) or alias.offset % layout.columns):
         return "the weight is a part of another one, across its rows"
-    if alias.shape[out] == layout.rows and alias.offset:
-        return "the weight is a part of another one"
     return None
 
 
