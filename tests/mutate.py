@@ -41,7 +41,7 @@ def switched_off(source, node):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", help="files of passes/, then -- and the tests that shall notice")
-    files = parser.parse_args([a for a in sys.argv[1:sys.argv.index("--")]]).files
+    files = parser.parse_args(sys.argv[1:sys.argv.index("--")]).files
     tests = sys.argv[sys.argv.index("--") + 1:]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "project"

@@ -1,6 +1,5 @@
 """Golden text: what each pass makes of a small graph; why each weight is left alone; what verify refuses."""
 
-import copy
 
 import pytest
 import torch

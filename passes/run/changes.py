@@ -150,7 +150,8 @@ def watch(root: nn.Module, program: Program) -> Watch:
         parent, _, name = path.rpartition(".")
         siblings = root.get_submodule(parent)._modules if path else None
         own = child._modules, child._parameters, child._buffers
-        inside.append(Inside(siblings, name or "the model", child if path else None, _state(child, of_root=not path), hooks_of(child) if path else (),
+        inside.append(Inside(siblings, name or "the model", child if path else None, _state(child, of_root=not path),
+                             hooks_of(child) if path else (),
                              (len(own[0]), len(own[1]), len(own[2])),
                              tuple((kind, n) for kind in own[1:] for n, t in kind.items() if t is None)))
         for name, value in vars(child).items():
