@@ -54,8 +54,9 @@ class Packer:
         return checked_parts(weight.scheme, made, weight.layout.rows)
 
     def _check(self, name: str, weight: Weight, matrix: Tensor, parts: dict[str, Tensor]) -> None:
-        """A scheme keeps its word: the error of each element is within its bound. (A few rows tell.)"""
-        if name in self.given or name in self.steps or not matrix.numel():
+        """Somebody's own scheme keeps its word: the error of each element is within its bound. (A few rows tell; ours have tests.)"""
+        ours = type(weight.scheme).__module__.startswith("inro_fx.")
+        if ours or name in self.given or name in self.steps or not matrix.numel():
             return
         rows = slice(0, 4)
         piece = {part: value if part in weight.single_row else value[rows] for part, value in parts.items()}
