@@ -579,3 +579,30 @@ def test_layers_that_libraries_wrap_become_one_graph():
     small = inro_fx.quantize_graph(model, torch.randn(2, 5, 16), strict=True)
     assert inro_fx.report(small).regions == []
     assert relative(model(torch.ones(1, 7, 16)), small(torch.ones(1, 7, 16))) < 0.05
+
+
+def test_types_of_devices_and_results_in_closures_cost_no_graph():
+    class Output(collections.OrderedDict):
+        def names(self):
+            return [key for key in self if self[key] is not None]           # self is in a closure on Python before 3.12
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+
+        def forward(self, x):
+            y = self.fc(x) if x.device.type in ("cpu", "mps") else self.fc(x.int())
+            out = Output(y=y, none=None)
+            out["names"] = len([key for key in out if (lambda: out[key])() is not None])
+            return out
+
+    small = inro_fx.quantize_graph(Experts().eval(), torch.randn(2, 16), strict=True)
+    assert inro_fx.report(small).regions == []
+
+
+def test_the_name_of_a_tensors_type_is_a_fact():
+    right = net(lambda self, x: self.a(x.float()) if x.type() == "torch.FloatTensor" else self.b(x.float()), a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval()
+    small = inro_fx.quantize_graph(right, torch.randn(2, 8))
+    for x in (torch.randn(2, 8), torch.randn(2, 8, dtype=torch.float64), torch.ones(2, 8, dtype=torch.int64)):
+        assert relative(right(x), small(x)) < 0.02

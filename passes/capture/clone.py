@@ -19,7 +19,7 @@ from ..run.classes import TORCHS, needs_rebasing, rebased, user_class
 from ..run.weights import recurrent
 from ..structure import attributes_of, find, map_values
 
-__all__ = ["attributes", "bound_storages", "clone", "make_independent", "prepare"]
+__all__ = ["attributes", "bound_storages", "clone", "make_independent", "prepare", "reachable"]
 
 NOT_USERS = TORCHS | {"_flat_weights", "_flat_weight_refs"}
 
@@ -36,7 +36,7 @@ def clone(model: nn.Module) -> nn.Module:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is None or storage_of(tensor) not in bound:          # those are copied with their views
                 memo.setdefault(id(tensor), _alias(tensor))
-    for value in _reachable([v for module in model.modules() for v in attributes(module).values()]):
+    for value in reachable([v for module in model.modules() for v in attributes(module).values()]):
         if isinstance(value, Tensor) and value.grad_fn is not None:          # deepcopy refuses results of a calculation
             memo.setdefault(id(value), value.detach().clone())
     try:
@@ -78,7 +78,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if (not name.startswith("_inro") and name not in NOT_USERS)}
 
 
-def _reachable(values: list[Any]) -> Iterator[Any]:
+def reachable(values: list[Any]) -> Iterator[Any]:
     """Everything in containers and plain objects, to any depth."""
     pending, seen = list(values), set()
     while pending:
@@ -101,7 +101,7 @@ def bound_storages(root: nn.Module) -> set[int]:
             if b is not None and b.layout is torch.strided and b.numel()}
     buffers = set(held.values())
     several = {storage for storage, number in collections.Counter(held.values()).items() if number > 1}
-    views = _reachable([v for module in root.modules() for v in attributes(module).values()]) if buffers else ()
+    views = reachable([v for module in root.modules() for v in attributes(module).values()]) if buffers else ()
     return {storage_of(v) for v in views if isinstance(v, Tensor) and v.layout is torch.strided} & buffers | several
 
 

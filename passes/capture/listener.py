@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -134,12 +134,14 @@ class Listener:
             if name in frame.f_locals:
                 self._closures.setdefault(id(frame.f_locals[name]), (name, frame.f_locals[name]))
 
-    def settle(self) -> None:
-        """After the code has run: forgets what only its own calls could reach, such as the arguments of a decorator's wrapper."""
+    def settle(self, result: Iterable[Any] = ()) -> None:
+        """After the code has run: forgets what only its own calls could reach, such as the arguments of a decorator's wrapper, and
+        what is among the values that it gave back."""
+        given = {id(value) for value in result}
         noted = {id(held) for _, held, _ in self._notes}
         for key in list(self._closures):
             name, value = self._closures.pop(key)
-            if sys.getrefcount(value) > 2 + (key in noted):          # this variable, and the argument
+            if key not in given and sys.getrefcount(value) > 2 + (key in noted):          # this variable, and the argument
                 self.reached.append((name, value))
             else:
                 self._notes = [note for note in self._notes if note[1] is not value]
@@ -230,6 +232,8 @@ def questions_of(code: types.CodeType) -> frozenset[str]:
 
     >>> sorted(questions_of(compile("type(x) is int or y is z", "", "eval")))
     ['identity', 'type']
+    >>> questions_of(compile("x.device.type in ('cpu', 'mps')", "", "eval"))
+    frozenset()
     >>> questions_of(compile("x is None or f(type(x).__name__) or type(x).forward is g", "", "eval"))
     frozenset()
     >>> questions_of(compile("type(x.shape) is torch.Size", "", "eval"))
@@ -251,9 +255,9 @@ def _questions(code: types.CodeType) -> Iterator[str]:
     steps = [i for i in dis.get_instructions(code) if i.opname not in SILENT]
     asked = attribute = -NEAR                        # where type(...) or .__class__ was read last, and an attribute of that
     for index, step in enumerate(steps):
-        if step.opname.startswith("LOAD") and step.argval in ("type", "__class__"):
+        if (step.opname.startswith("LOAD") and step.argval == "__class__") or (step.opname in NAMES and step.argval == "type"):
             asked = index
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and not str(step.argval).startswith("__") and index - asked == (
+        elif asked >= 0 and step.opname in ("LOAD_ATTR", "LOAD_METHOD") and not str(step.argval).startswith("__") and index - asked == (
                 1 if steps[asked].argval == "__class__" else 3 if steps[index - 1].opname.startswith("CALL") else 0):
             asked, attribute = -NEAR, index          # type(self).forward is what the class has, and no question for the class
         if step.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR") and index - asked < NEAR:
@@ -264,5 +268,6 @@ def _questions(code: types.CodeType) -> Iterator[str]:
             yield "identity"
 
 
+NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")          # device.type is an attribute, and no question for a class
 SILENT = ("CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG", "RESUME")
 NEAR = 7                   # instructions between the question for a type and what is done with it

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from ..constants import ABSENT, Alias, adopted_by, storage_of
 from ..program import Meta, Value, annotate, guard, meta_of
 from .aliases import alias_after
+from .clone import reachable
 from .decompose import DECOMPOSITIONS
 from .frames import INTERNAL, at_work, where
 from .listener import Listener
@@ -151,7 +152,7 @@ class Tracer:
         """Calls ``forward`` with placeholders among its arguments; gives back its result, full of proxies."""
         with torch.enable_grad(), at_work(self), self.session.drawing(), self.listener, _Interceptor(self):
             result = forward(*args, **kwargs)
-        self.listener.settle()
+        self.listener.settle(reachable([result]))
         self._heed()
         self.facts |= self.listener.facts
         self.settings = self.listener.settings
@@ -368,7 +369,7 @@ class Tracer:
         if isinstance(value, Tensor):
             return self._wrap_tensor(node, meta, value, proxies, static, name)
         if value is None or value is NotImplemented or isinstance(value, PLAIN):
-            if isinstance(value, (torch.dtype, torch.device)):     # such as torch.result_type
+            if isinstance(value, (torch.dtype, torch.device, str)):     # such as torch.result_type, or x.type()
                 self.facts |= {"dtype", "device"}
             return value
         if isinstance(value, (bool, int, float)):
