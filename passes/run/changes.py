@@ -82,7 +82,7 @@ class Watch:
                        *(now[name] for name in HOOKS)) for i in self.inside if i.siblings is not None for now in (vars(i.module),)]
         self._plain = not any(i.hooks for i in self.inside)
         self._nothing = [pair for i in self.inside for pair in i.nothing]
-        self._root = next(i for i in self.inside if i.siblings is None)
+        self._root = next((i for i in self.inside if i.siblings is None), None)
 
     def altered(self, root: nn.Module, lasting: bool = False) -> str | None:
         """What is no more as it was below ``root``; ``lasting``: apart from the mode, which every copy can tell."""
@@ -90,7 +90,7 @@ class Watch:
 
     def _may_be_altered(self, root: nn.Module) -> bool:
         """A quick look: False where nothing was."""
-        if not self._plain or self._differs(self._root, root):
+        if not self._plain or self._root is None or self._differs(self._root, root):
             return True
         try:
             for siblings, name, module, now, state, modules, parameters, buffers, counts, a, b, c, d in self._rows:
