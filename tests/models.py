@@ -153,3 +153,20 @@ def first(output):
 
 def relative(want, got):
     return ((first(got).double() - first(want).double()).norm() / first(want).double().norm().clamp(min=1e-12)).item()
+
+
+# ---- comparing ----
+
+SCHEMES = ("int8", "int8_dynamic", "int4")
+
+
+WITHIN = {"int8": 0.02, "int8_dynamic": 0.04, "int4": 0.4, "int8_tensor": 0.1, "int8_rowwise_full": 0.02}
+
+
+def quantized(model, inputs, scheme="int8", **options):
+    return quantize(model.eval(), inputs, scheme, **options)
+
+
+def close(model, small, *inputs, scheme="int8"):
+    want, got = first(model(*inputs)), first(small(*inputs))
+    return want.dtype == got.dtype and want.shape == got.shape and (not want.numel() or relative(want, got) < WITHIN[scheme])

@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from models import quantize, relative
+from models import SCHEMES, WITHIN, quantized, relative
 from test_capture import net
 from torch import nn
 
@@ -217,16 +217,6 @@ def test_a_tensor_as_default_argument_is_an_argument():
     x = torch.randn(3, 16)
     assert agrees(model, small, x)
     assert agrees(model, small, x, torch.randn(16))
-
-
-SCHEMES = ("int8", "int8_dynamic", "int4")
-
-
-WITHIN = {"int8": 0.02, "int8_dynamic": 0.04, "int4": 0.4, "int8_tensor": 0.1, "int8_rowwise_full": 0.02}
-
-
-def quantized(model, inputs, scheme="int8", **options):
-    return quantize(model.eval(), inputs, scheme, **options)
 
 
 def test_attributes_methods_and_class_are_still_there():

@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 import torch
-from models import Tied, first, quantize
+from models import Tied, first, quantized
 from test_capture import net, one_graph
 from torch import nn
 
@@ -94,10 +94,6 @@ def test_scripted_children_are_refused_by_path():
     model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
     with pytest.raises(inro_fx.ModelError, match="1 is a RecursiveScriptModule, which cannot be quantized"):
         inro_fx.quantize_graph(model, torch.randn(2, 8))
-
-
-def quantized(model, inputs, scheme="int8", **options):
-    return quantize(model.eval(), inputs, scheme, **options)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")               # of what gc finds

@@ -6,23 +6,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Conv1D, first, quantize, relative
+from models import Conv1D, close, first, quantized, relative
 from test_capture import net
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import inro_fx
-
-WITHIN = {"int8": 0.02, "int8_dynamic": 0.04, "int4": 0.4, "int8_tensor": 0.1, "int8_rowwise_full": 0.02}
-
-
-def quantized(model, inputs, scheme="int8", **options):
-    return quantize(model.eval(), inputs, scheme, **options)
-
-
-def close(model, small, *inputs, scheme="int8"):
-    want, got = first(model(*inputs)), first(small(*inputs))
-    return want.dtype == got.dtype and want.shape == got.shape and (not want.numel() or relative(want, got) < WITHIN[scheme])
 
 
 def test_scales_follow_the_output_channel_however_the_weight_is_stored():

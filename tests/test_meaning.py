@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from models import first, quantize, relative
+from models import close, quantize, quantized, relative
 from test_capture import net
 from torch import nn
 
@@ -105,18 +105,6 @@ def test_results_may_be_changed_in_place_under_grad(shape, scheme):
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(inplace=True), nn.Linear(64, 8))
     small = quantize(model, torch.randn(shape), scheme, strict=True)
     small(torch.randn(shape, requires_grad=True)).add_(1).sum().backward()
-
-
-WITHIN = {"int8": 0.02, "int8_dynamic": 0.04, "int4": 0.4, "int8_tensor": 0.1, "int8_rowwise_full": 0.02}
-
-
-def quantized(model, inputs, scheme="int8", **options):
-    return quantize(model.eval(), inputs, scheme, **options)
-
-
-def close(model, small, *inputs, scheme="int8"):
-    want, got = first(model(*inputs)), first(small(*inputs))
-    return want.dtype == got.dtype and want.shape == got.shape and (not want.numel() or relative(want, got) < WITHIN[scheme])
 
 
 def length(self, x):

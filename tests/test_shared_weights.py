@@ -7,26 +7,12 @@ import weakref
 
 import pytest
 import torch
-from models import Sliced, Tied, first, quantize, relative
+from models import SCHEMES, Sliced, Tied, close, quantized
 from safetensors.torch import save_model
 from test_capture import net
 from torch import nn
 
 import inro_fx
-
-SCHEMES = ("int8", "int8_dynamic", "int4")
-
-
-WITHIN = {"int8": 0.02, "int8_dynamic": 0.04, "int4": 0.4, "int8_tensor": 0.1, "int8_rowwise_full": 0.02}
-
-
-def quantized(model, inputs, scheme="int8", **options):
-    return quantize(model.eval(), inputs, scheme, **options)
-
-
-def close(model, small, *inputs, scheme="int8"):
-    want, got = first(model(*inputs)), first(small(*inputs))
-    return want.dtype == got.dtype and want.shape == got.shape and (not want.numel() or relative(want, got) < WITHIN[scheme])
 
 
 def unique_bytes(model):
