@@ -10,12 +10,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from models import MODELS, example, first
 from test_capture import net
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 import inro_fx
+from inro_fx.passes.capture.draws import OwnDraws
 
 
 def run_together(jobs):
@@ -184,6 +186,51 @@ class Watched(nn.Module):
         thread.join()
         y = self.fc(x)
         return self.head(y + torch.rand(32) if self.noise else y)
+
+
+LSTM = nn.LSTM(16, 16, num_layers=2, dropout=0.5)
+GENERATOR = torch.Generator().manual_seed(1)
+DRAWING = {
+    "rand": lambda x: torch.rand(3), "rand_like": torch.rand_like, "dropout": F.dropout, "dropout in place": lambda x: F.dropout(x.clone(), inplace=True),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, training=True), "dropout1d": lambda x: F.dropout1d(x[None]),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0], "rrelu": lambda x: F.rrelu(x, training=True), "gumbel": F.gumbel_softmax,
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5), "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "multinomial": lambda x: torch.multinomial(x.sigmoid(), 2), "randperm": lambda x: torch.randperm(9), "normal": lambda x: torch.normal(0.0, 1.0, (3,)),
+    "poisson": lambda x: torch.poisson(x.sigmoid()), "exponential": lambda x: torch.empty(5).exponential_(),
+    "LSTM": lambda x: LSTM.train()(x)[0], "all threads' generator": lambda x: torch.rand(3, generator=torch.default_generator),
+    "a generator": lambda x: torch.rand(3, generator=torch.Generator().manual_seed(1)), "a global one": lambda x: torch.rand(3, generator=GENERATOR),
+}
+QUIET = {
+    "dropout of none": lambda x: F.dropout(x, 0.0), "no dropout": lambda x: F.dropout(x, training=False),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]), "LSTM": lambda x: LSTM.eval()(x)[0],
+    "linear": lambda x: x @ x.T,
+}
+
+
+@pytest.mark.parametrize(("draw", "draws"), [(f, True) for f in DRAWING.values()] + [(f, False) for f in QUIET.values()], ids=[*DRAWING, *QUIET])
+def test_draws_of_the_compilers_runs_never_touch_the_generator_of_all_threads(draw, draws, monkeypatch):
+    monkeypatch.setattr(torch.random, "fork_rng", None)
+    GENERATOR.manual_seed(1)
+    x = torch.randn(4, 16)
+    for seed, context in enumerate((torch.no_grad, torch.enable_grad)):
+        results = []
+        for _ in range(2):
+            torch.manual_seed(seed)
+            with OwnDraws() as own, context():
+                results.append(draw(x))
+            assert own.drew is draws
+        assert torch.equal(*results)
+    model, before = net(lambda self, x: (self.fc(x), draw(x)), fc=nn.Linear(16, 16)).eval(), torch.get_rng_state()
+    small = inro_fx.quantize_graph(model, x)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(GENERATOR.get_state(), torch.Generator().manual_seed(1).get_state())
+    for _ in range(2):
+        outputs = []
+        for either in (model, small):
+            torch.manual_seed(2)
+            GENERATOR.manual_seed(1)
+            outputs += either(x), either(x)
+        assert all(torch.equal(a[1], b[1]) for a, b in zip(outputs[:2], outputs[2:], strict=True))
 
 
 @pytest.mark.parametrize("inplace", [False, True])

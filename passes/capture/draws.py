@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["OwnDraws", "kept_outside_draws", "numpy_state", "outside_draws", "own_draws", "seed_extremes"]
@@ -20,56 +21,86 @@ SEEDED = torch.Tag.nondeterministic_seeded
 
 
 class OwnDraws(TorchDispatchMode):
-    """Operators that draw take their numbers from a generator of this object's own; ``drew`` says if any did.
+    """Operators that draw take their numbers from generators of this object's own, one a device; ``drew`` says if any did.
 
-    Where the model seeds torch's generator, the own one is seeded alike.
+    Where the model seeds torch's generator, its own are seeded alike.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator, self.drew = torch.Generator().manual_seed(0), False
-        self.seed = torch.initial_seed()
+        self.drew = False
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._copies: dict[bytes, torch.Generator] = {}           # of those that the model passes, by their states
+        self._told, self._seed = torch.initial_seed(), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``func(*args, **kwargs)`` with draws of our own."""
-        if not isinstance(func, torch._ops.OpOverload) or SEEDED not in func.tags or func.namespace != "aten":
+        if not isinstance(func, torch._ops.OpOverload) or SEEDED not in func.tags or func.namespace != "aten" \
+                or _draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
-        if kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
-        if torch.initial_seed() != self.seed:
-            self.seed = torch.initial_seed()
-            self.generator.manual_seed(self.seed)
-        drawing = self._with_generator(func)
-        if drawing is not None and not any(getattr(a, "is_cuda", False) for a in args) \
-                and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+        if torch.initial_seed() != self._told:
+            self._told = self._seed = torch.initial_seed()
+            self._generators.clear()
+        device = torch.device(kwargs.get("device") or next((a.device for a in args if isinstance(a, Tensor)), "cpu"))
+        drawing, given = _with_generator(func), kwargs.get("generator")
+        if drawing is not None:
             self.drew = True
-            return drawing(*args, **{**kwargs, "generator": self.generator})
-        with torch.random.fork_rng(devices=[]):              # no operator of that name takes a generator
-            before = self.generator.get_state()
-            torch.random.default_generator.set_state(before)
-            result = func(*args, **kwargs)
-            after = torch.random.default_generator.get_state()
-            self.drew = self.drew or not torch.equal(before, after)              # attention without dropout draws nothing
-            self.generator.set_state(after)
-        return result
+            return drawing(*args, **{**kwargs, "generator": self._generator(device) if given is None else self._apart(given)})
+        if func._can_decompose() and torch._C.DispatchKey.CompositeImplicitAutograd not in func.py_kernels:      # into some that take one
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func is torch.ops.aten.native_dropout.default:
+            self.drew = True
+            return _dropout(*args, generator=self._generator(device))
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):       # attention on a GPU, LSTM in inference mode
+            self.drew = True
+            torch.manual_seed(int(torch.randint(2**62, (), generator=self._generator(torch.device("cpu")))))
+            return func(*args, **kwargs)
 
-    @staticmethod
-    def _with_generator(func: Any) -> Any:
-        """The overload with the same arguments and a generator."""
-        names = [a.name for a in func._schema.arguments]
-        if "generator" in names:
-            return func
-        for overload in func.overloadpacket.overloads():
-            other = getattr(func.overloadpacket, overload)
-            theirs = [a.name for a in other._schema.arguments]
-            if "generator" in theirs and [n for n in theirs if n != "generator"] == names:
-                return other
-        return None
+    def _apart(self, given: torch.Generator) -> torch.Generator:
+        """A copy that goes on in the place of a generator that the model passes. (Operators see another object at each call, but we
+        leave its state as it is, so that this tells which one it is.)"""
+        state = given.get_state()
+        if given.device.type == "cpu" and torch.equal(state, torch.get_rng_state()):
+            return self._generator(given.device)
+        return self._copies.setdefault(state.numpy().tobytes(), given.clone_state())
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+def _with_generator(func: Any) -> Any:
+    """The overload with the same arguments and a generator; None if there is none."""
+    names = [a.name for a in func._schema.arguments]
+    if "generator" in names:
+        return func
+    for overload in func.overloadpacket.overloads():
+        other = getattr(func.overloadpacket, overload)
+        theirs = [a.name for a in other._schema.arguments]
+        if "generator" in theirs and [n for n in theirs if n != "generator"] == names:
+            return other
+    return None
+
+
+def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Is it an operator with dropout that drops nothing here?"""
+    given = {a.name: kwargs.get(a.name, a.default_value) for a in func._schema.arguments}
+    given.update(zip(given, args, strict=False))
+    chances = [given[name] for name in ("dropout_p", "dropout", "p") if name in given and {"train", "dropout_p"} & {*given}]
+    return func is torch.ops.aten._fused_sdp_choice.default or given.get("train") is False or (bool(chances) and not any(chances))
+
+
+def _dropout(x: Tensor, p: float, train: bool | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """``aten.native_dropout`` (which takes no generator): what is kept, scaled, and the mask."""
+    kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return (x * kept / (1 - p) if p < 1 else torch.zeros_like(x)), kept
 
 
 def own_draws() -> OwnDraws:

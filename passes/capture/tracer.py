@@ -389,7 +389,7 @@ class Tracer:
             raise TraceError(f"leaves torch for numpy at {where()}")
         if isinstance(value, (tuple, list)):
             return self._wrap_pieces(node, value, proxies, static, name)
-        if isinstance(value, (torch.Generator, complex)):
+        if isinstance(value, complex):
             return value
         raise TraceError(f"gets a {type(value).__name__} from {name} at {where()}")
 
@@ -572,12 +572,14 @@ class Tracer:
             return a.item()
         if isinstance(a, tuple) and hasattr(a, "_fields"):
             return kind(*[self.create_arg(x) for x in a])
-        if isinstance(a, (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, type, range)) or callable(a):
+        if isinstance(a, (torch.dtype, torch.device, torch.layout, torch.memory_format, type, range)) or callable(a):
             if any_proxy(cell.cell_contents for cell in getattr(a, "__closure__", None) or ()):
                 raise TraceError("passes a function that holds a traced value to an operator")
             return a
         if isinstance(a, (int, float, str)):                     # such as an IntEnum
             return a
+        if isinstance(a, torch.Generator):
+            raise TraceError(f"draws from a generator of its own at {where()}")
         raise TraceError(f"passes a {kind.__name__} to an operator that cannot be traced")
 
     @_own
