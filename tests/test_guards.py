@@ -416,6 +416,21 @@ REPLACED = {
 }
 REPLACEMENTS = {"counts": (counts, torch.arange(8.0)), "iterates": (iterates, torch.arange(8.0)), "rank": (asks_the_rank, torch.ones(2, 2)), "dtype": (asks_the_dtype, torch.ones(4).double()),
                 "none": (asks_for_none, None), "sizes": (sizes_new_ones, torch.arange(7.0))}
+ASKED_OF = {                    # what is computed from the tensor, alone and with an input, and what is asked of that
+    "numel": (lambda t, x: t.numel(), torch.arange(6.0)), "size of a product": (lambda t, x: (t * 2).size(0), torch.arange(6.0)),
+    "pieces": (lambda t, x: len(t.unbind()), torch.arange(6.0)), "pieces of a sum": (lambda t, x: len((t + 1).split(2)), torch.arange(6.0)),
+    "rank": (lambda t, x: (t * 2).dim(), torch.ones(2, 3)), "rank of a sum": (lambda t, x: (t[..., :1] + x).dim(), torch.ones(2, 1, 3)),
+    "dtype": (lambda t, x: (t * 2).dtype.itemsize, torch.ones(4).double()), "dtype of a sum": (lambda t, x: (t[..., :1] + x).dtype.itemsize, torch.ones(4).double()),
+    "type": (lambda t, x: 2 if (t[..., :1] + x).is_floating_point() else 3, torch.ones(4, dtype=torch.complex64)),
+    "shape in a view": (lambda t, x: x.sum() + t.view(-1).new_zeros(t.shape).numel(), torch.arange(6.0)),
+}
+
+
+def asking(ask):
+    return lambda self, x: self.fc(x) * ask(self.table, x)
+
+
+REPLACEMENTS.update({name: (asking(ask), other) for name, (ask, other) in ASKED_OF.items()})
 
 
 @pytest.mark.parametrize(("name", "way", "kind"),
@@ -434,6 +449,20 @@ def test_a_tensor_of_the_model_replaced_by_one_of_another_kind(name, way, kind):
             for m in (small, reference):
                 REPLACED[way](getattr(m, "child", m), copy.deepcopy(value))
             assert torch.equal(small(x), reference(x)), value
+
+
+@pytest.mark.parametrize("asks", [lambda self, x: self.a.bias.requires_grad, lambda self, x: self.a(x).requires_grad, lambda self, x: (self.a.bias * 2).requires_grad],
+                         ids=["parameter", "result", "product"])
+@pytest.mark.parametrize("name", ["a.bias", "b.bias"])
+def test_a_parameter_that_is_frozen_or_thawed_after_quantizing(asks, name):
+    model = net(lambda self, x: self.a(x) * (2 if asks(self, x) else 1) + self.b(x), **layers("a", "b")).requires_grad_(False)
+    small, x = inro_fx.quantize_graph(model, torch.randn(2, 8), Identity()), torch.randn(3, 8)
+    for wanted in (True, False):
+        for m in (model, small):
+            m.get_parameter(name).requires_grad_(wanted)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                assert torch.equal(small(x), model(x))
 
 
 # ---- gradients inside ----

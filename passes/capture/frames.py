@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["INTERNAL", "OWN", "active", "at_work", "where"]
+__all__ = ["INTERNAL", "OWN", "active", "at_work", "by_torch", "where"]
 
 _PACKAGE = sys.modules[__name__.partition(".")[0]].__file__ or __file__
 OWN = tuple(os.path.dirname(file) + os.sep for file in (_PACKAGE, os.path.dirname(os.path.realpath(__file__))))
@@ -49,3 +49,11 @@ def where() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(INTERNAL):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "torch"
+
+
+def by_torch() -> bool:
+    """Is it torch's own code, and not the user's, that asks what is being answered?"""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(OWN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(INTERNAL)

@@ -44,6 +44,7 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", rungs: tuple[
     told = reference_run(root, example, session.state)
     want, example = told.want, told.example
     session.model_draws, session.model_draws_outside, session.heard = example.draws, told.heard.drew, told.heard
+    session.modeless = told.compiled
     with kept_outside_draws(lambda: told.heard.drew, lambda: told.heard.seeded):
         session.apart = told.apart
         _note_state(session, told.written, told.replaced)

@@ -10,9 +10,11 @@ The calls that torch's own code makes are its own affair.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import gc
 import inspect
+import itertools
 import os
 import sys
 import sysconfig
@@ -35,6 +37,7 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {          # a graph holds while the
     "torch.jit.is_tracing": torch.jit.is_tracing,
     "torch.get_default_dtype": torch.get_default_dtype,
     "torch.is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    "torch.is_grad_enabled": torch.is_grad_enabled,
 }
 SPELLINGS: Mapping[Any, str] = {
     torch.compiler.is_dynamo_compiling: "torch.compiler.is_compiling",
@@ -54,7 +57,7 @@ def _by_code(table: Mapping[Any, str]) -> dict[Any, str]:
     return {getattr(inspect.unwrap(f), "__code__", f): text for f, text in table.items()}
 
 
-_SETTING_OF = {**_by_code({f: name for name, f in SETTINGS.items()}), **_by_code(SPELLINGS)}
+_SETTING_OF = {**_by_code({f: name for name, f in SETTINGS.items() if f is not torch.is_grad_enabled}), **_by_code(SPELLINGS)}
 _REFUSAL_OF = _by_code(REFUSED)
 
 
@@ -68,6 +71,7 @@ class Listener:
         self.drew = False                       # from Python's or numpy's generators
         self.may_draw = False                   # from numpy's generator, whose methods make no event: the code can reach it
         self.seeded = False                     # torch's generator
+        self.catches = False                    # exceptions
         self.calling = ""                       # the function of C that was called last
         self.reached: list[tuple[str, Any]] = []             # globals and closures that the code names: (name, value's holder)
         self._closures: dict[int, tuple[str, Any]] = {}      # closures by id; those of calls that are over die with these
@@ -103,6 +107,7 @@ class Listener:
             internal = self._known.get(code)
             if internal is None:
                 internal = self._known[code] = code.co_filename.startswith(INTERNAL)
+                self.catches = self.catches or code is contextlib.suppress.__exit__.__code__
                 if not internal and not _is_standard(code):
                     self._read(code)
                     self._reach(frame)
@@ -190,6 +195,7 @@ class Listener:
         """What the code of a function that runs may ask of a value without calling anything."""
         asked = questions_of(code)
         self.facts |= asked & {"identity", "dtype", "device"}
+        self.catches = self.catches or "catches" in asked
         if "type" in asked:
             self.refusal = self.refusal or f"compares the type of a value in {code.co_name}"
 
@@ -227,8 +233,8 @@ TENSOR_TYPES = {f"{kind}Tensor" for kind in ("Float", "Double", "Half", "BFloat1
 
 
 def questions_of(code: types.CodeType) -> frozenset[str]:
-    """"type" where a type that was asked for is compared or looked up, "identity" for ``is`` between two values, "dtype" and
-    "device" for names such as FloatTensor.
+    r""""type" where a type that was asked for is compared or looked up, "identity" for ``is`` between two values, "dtype" and
+    "device" for names such as FloatTensor, "catches" for ``except``.
 
     >>> sorted(questions_of(compile("type(x) is int or y is z", "", "eval")))
     ['identity', 'type']
@@ -240,6 +246,8 @@ def questions_of(code: types.CodeType) -> frozenset[str]:
     frozenset({'type'})
     >>> questions_of(compile("x[0] is x[1]", "", "eval"))
     frozenset({'identity'})
+    >>> questions_of(compile("try: f()\nexcept ValueError: pass", "", "exec"))
+    frozenset({'catches'})
     """
     if code not in _read:
         _read[code] = frozenset(_questions(code))
@@ -250,7 +258,13 @@ def _questions(code: types.CodeType) -> Iterator[str]:
     names = {*code.co_names}
     if names & TENSOR_TYPES:
         yield from ("dtype", "device")
-    if not names & {"type", "__class__"} and dis.opmap["IS_OP"] not in code.co_code[::2]:
+    used = {*code.co_code[::2]}
+    if used & HANDLES:
+        handlers = [i.opname for i in dis.get_instructions(code) if i.opname not in SILENT]
+        if any(name in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH") or (name == "PUSH_EXC_INFO" and after == "POP_TOP")
+               for name, after in itertools.pairwise(handlers)):
+            yield "catches"
+    if not names & {"type", "__class__"} and dis.opmap["IS_OP"] not in used:
         return
     steps = [i for i in dis.get_instructions(code) if i.opname not in SILENT]
     asked = attribute = -NEAR                        # where type(...) or .__class__ was read last, and an attribute of that
@@ -268,6 +282,7 @@ def _questions(code: types.CodeType) -> Iterator[str]:
             yield "identity"
 
 
+HANDLES = {dis.opmap[name] for name in ("PUSH_EXC_INFO", "JUMP_IF_NOT_EXC_MATCH") if name in dis.opmap}
 NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")          # device.type is an attribute, and no question for a class
 SILENT = ("CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG", "RESUME")
 NEAR = 7                   # instructions between the question for a type and what is done with it

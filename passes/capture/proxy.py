@@ -89,6 +89,7 @@ FACTS = {"dtype": "dtype", "device": "device", "layout": "", "is_cuda": "device"
 FACT_METHODS = {"dim": "rank", "ndimension": "rank", "is_floating_point": "dtype", "is_complex": "dtype", "is_signed": "dtype",
                 "element_size": "dtype", "get_device": "device", "is_inference": "inference", "has_names": "", "is_conj": "", "is_neg": "",
                 "is_shared": "", "is_pinned": ""}
+WITHOUT_GRAD = {"requires_grad": False, "is_leaf": True, "grad_fn": None, "grad": None}         # of what is computed without gradients
 REFUSED = {"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "backward", "register_hook",
            "register_post_accumulate_grad_hook", "set_", "resize_", "resize_as_", "share_memory_", "retain_grad", "apply_", "map_",
            "__reduce_ex__", "__cuda_array_interface__", "requires_grad_", "is_set_to", "_base", "_is_view"}
@@ -165,6 +166,9 @@ class TensorProxy(Tensor):
     def _fact(self, name: str, question: str) -> Any:
         """What the example answers; a method is called."""
         self.tracer.ask(self, question)
+        if question == "requires_grad" and self.tracer is not OVER and self.node.op not in ("placeholder", "get_attr"):
+            self.tracer.without_grad()
+            return WITHOUT_GRAD[name]
         with torch._C.DisableTorchFunction():
             value = getattr(self.example, name)
             return value() if callable(value) and name not in FACTS else value

@@ -48,6 +48,7 @@ class Session:
         self.leaves: set[str] = set()                   # modules that must not be traced into
         self.draws = OwnDraws()
         self.model_draws = False                        # from torch's generators
+        self.modeless = False                           # has it functions that torch compiles when they run, which works under no mode?
         self.model_draws_outside = False                # from Python's or numpy's
         self.heard = Listener()                         # what was heard of the model's code in its first run
         self.ignores_draws = True                       # does the output stay the same whatever Python and numpy draw?
@@ -167,9 +168,9 @@ class Session:
         return path in self._ancestors
 
     def drawing(self) -> Any:
-        """A context in which the model draws the same numbers at each run."""
+        """A context in which the model draws the same numbers at each run, should it draw."""
         self.draws = OwnDraws()
-        return self.draws if self.model_draws else contextlib.nullcontext()
+        return contextlib.nullcontext() if self.modeless else self.draws
 
     # -- called by tracers --
 
@@ -432,6 +433,8 @@ def _cut_out(tracer: Tracer, module: Any, path: str, args: tuple[Any, ...], kwar
         return None
     graph.output(results[0] if isinstance(template, Slot) else tuple(results))
     drop_unused(graph)
+    if tracer.effect is not None and tracer.listener.catches:
+        return None
     call.facts = frozenset(tracer.facts)                    # what was asked since the layer's code began
     settings = dict(tracer.listener.settings)               # as far as known: more than its own may be among them
     fixed = {n[len(prefix) + 1 if prefix else 0:]: s for n, s in tracer.fixed.items() if not prefix or n.startswith(prefix + ".")}

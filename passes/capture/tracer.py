@@ -30,7 +30,7 @@ from ..program import Meta, Value, annotate, guard, meta_of
 from .aliases import alias_after
 from .clone import reachable
 from .decompose import DECOMPOSITIONS
-from .frames import INTERNAL, at_work, where
+from .frames import INTERNAL, at_work, by_torch, where
 from .listener import Listener
 from .proxy import (
     FACT_METHODS,
@@ -140,6 +140,7 @@ class Tracer:
         self.guards: set[fx.Node] = set()       # the nodes of guards
         # what the code was told of stored tensors, by their path from here: (shape, dtype), None for what it has not asked
         self.fixed: dict[str, tuple[tuple[int, ...] | None, torch.dtype | None]] = {}
+        self._looked_at: set[tuple[fx.Node, tuple[str, bool]]] = set()      # by `_fix`
         self._guarded: set[tuple[fx.Node, bool]] = set()
         self._fresh: list[tuple[types.FrameType, int, fx.Node, NumberProxy]] = []
         self._read: dict[str, TensorProxy] = {}
@@ -158,6 +159,8 @@ class Tracer:
         self.settings = self.listener.settings
         if self.raised:
             raise TraceError("catches an exception that an operator raised")
+        if self.effect is not None and self.listener.catches:
+            raise TraceError(f"may catch what an operator raises after {self.effect}")
         return result
 
     def _heed(self) -> None:
@@ -295,6 +298,9 @@ class Tracer:
             return getattr(args[0], name)(*args[1:], **kwargs)
         if args and type(args[0]) is TensorProxy and (name in FACT_METHODS or name in ("numel", "is_tensor")) and not kwargs:
             return True if name == "is_tensor" else getattr(args[0], name)(*args[1:])
+        if name == "is_grad_enabled" and not by_torch():
+            self.without_grad()
+            return False
         if name in ("is_tensor", "typename", "is_storage", "get_default_device", "is_grad_enabled", "is_autocast_enabled"):
             with self.rest():
                 return func(*examples(args), **examples(kwargs))
@@ -379,6 +385,8 @@ class Tracer:
             from_values = any(p.by_values if type(p) is TensorProxy else p.from_values for p in proxies) or (
                 of_tensor and name not in SIZE_NUMBERS | STRIDE_NUMBERS)
             if static and not from_values:
+                for p in proxies:
+                    self.ask(p, "rank")
                 return value
             number = NumberProxy(node, self, value, from_values)
             return bool(number) if isinstance(value, bool) and not from_values and not of_tensor else number
@@ -428,6 +436,8 @@ class Tracer:
     def _wrap_pieces(self, node: fx.Node, value: Any, proxies: list[Any], static: bool, name: str) -> Any:
         """A tuple or list of results: its length is a fact where that follows from no size."""
         tensors = [p for p in proxies if type(p) is TensorProxy]
+        for p in tensors if static else ():
+            self.ask(p, "rank")
         alias, _ = alias_after(node, value, tensors, name, self.session)
         if alias is not None:
             meta_of(node)["pieces_of"] = alias
@@ -476,21 +486,42 @@ class Tracer:
             return
         if fact == "dtype" and tensor.node.op not in ("placeholder", "get_attr"):       # torch.tensor(1.0), say
             self.listener.settings.setdefault("torch.get_default_dtype", torch.get_default_dtype())
-        if tensor.static and tensor.node.op == "get_attr":
-            shape, dtype = self.fixed.get(str(tensor.node.target), (None, None))
-            self.fixed[str(tensor.node.target)] = (tuple(tensor.example.shape) if fact == "rank" else shape,
-                                                   tensor.example.dtype if fact == "dtype" else dtype)
-        if tensor.static and fact in ("rank", "requires_grad"):       # weights may be cast and moved, but not reshaped
+        if fact in ("rank", "dtype"):
+            self._fix(tensor, fact)
+        if tensor.static and fact == "rank":
             return
         self.facts.add(fact)
         if fact == "rank" and tensor.open_rank:
             self._require(NumberProxy(self._quiet("call_method", "dim", tensor.node), self, tensor.example.dim()), truth=False)
+
+    def _fix(self, tensor: TensorProxy, fact: str) -> None:
+        """The stored tensors that a shape ("rank") or dtype follows from shall keep theirs. Where it depends on inputs, too, only buffers
+        are looked at: nobody gives a layer parameters of another rank, and there are many of them."""
+        kind, pending = (fact, tensor.static), [tensor.node]
+        while pending:
+            node = pending.pop()
+            if (node, kind) in self._looked_at:
+                continue
+            self._looked_at.add((node, kind))
+            pending.extend(node.all_input_nodes)
+            if node.op == "get_attr" and (tensor.static or not self._read_parameter(node)):
+                value = meta_of(node)["value"]
+                shape, dtype = self.fixed.get(str(node.target), (None, None))
+                self.fixed[str(node.target)] = (value.shape, dtype) if fact == "rank" else (shape, value.dtype)
+
+    def _read_parameter(self, node: fx.Node) -> bool:
+        owner, _, name = str(node.target).rpartition(".")
+        return name in self.session.root.get_submodule(self.path).get_submodule(owner)._parameters
 
     def _quiet(self, kind: str, target: Any, *args: Any) -> fx.Node:
         """A node that only guards look at."""
         node = self.graph.create_node(kind, target, args, {})
         annotate(node, module=self.module, where=where(), droppable=True)
         return node
+
+    def without_grad(self) -> None:
+        """The code asks whether gradients are recorded: the graph is for calls where they are not, as on the example."""
+        self.listener.settings["torch.is_grad_enabled"] = False
 
     @_own
     def guard(self, number: NumberProxy, kind: type[Any], frame: types.FrameType | None = None) -> None:

@@ -69,12 +69,12 @@ class Inside:
 
 @dataclasses.dataclass
 class Watch:
-    """What a graph depends on beside its inputs: modules, the contents of containers that their code may have read, and the shapes
-    of the tensors ``fixed``, which its code has asked for: the dict that holds it, its name, shape and dtype."""
+    """What a graph depends on beside its inputs: modules, the contents of containers that their code may have read, and what its code
+    was told of stored tensors, ``fixed``: the dict that holds it, its name, and what it was told of shape, dtype and requires_grad."""
 
     inside: list[Inside]
     containers: list[tuple[Any, Any]]
-    fixed: list[tuple[dict[str, Any], str, Any, Any]]
+    fixed: list[tuple[dict[str, Any], str, Any, Any, Any]]
 
     def __post_init__(self) -> None:
         """The same as rows, for a look at everything that costs little where nothing was changed. The root is in none of them."""
@@ -129,13 +129,14 @@ class Watch:
         for container, before in self.containers:
             if not is_same(container, before):
                 return "a dict, list or config object that its code may have read was changed"
-        return None if (name := self._other_form()) is None else f"{name} was set to another tensor"
+        return None if (name := self._other_form()) is None else f"{name} is another tensor, or has another form"
 
     def _other_form(self) -> str | None:
-        """The first stored tensor that has not the shape or dtype any more which the code was told."""
-        for kind, name, shape, dtype in self.fixed:
+        """The first stored tensor that is not any more what the code was told."""
+        for kind, name, shape, dtype, wants_grad in self.fixed:
             held = kind.get(name)
-            if held is None or (shape is not None and held.shape != shape) or (dtype is not None and held.dtype != dtype):
+            if held is None or (shape is not None and held.shape != shape) or (dtype is not None and held.dtype != dtype) \
+                    or (wants_grad is not None and held.requires_grad is not wants_grad):
                 return name
         return None
 
@@ -161,7 +162,10 @@ def watch(root: nn.Module, program: Program) -> Watch:
     for name, form in program.fixed.items():
         path, _, leaf = name.rpartition(".")
         owner = root.get_submodule(path)
-        held += [(kind, leaf, *form) for kind in (owner._parameters, owner._buffers) if kind.get(leaf) is not None]
+        held += [(kind, leaf, *form, None) for kind in (owner._parameters, owner._buffers) if kind.get(leaf) is not None]
+    if "requires_grad" in program.call.facts:
+        held += [(m._parameters, name, None, None, held.requires_grad)
+                 for m in root.modules() for name, held in m._parameters.items() if held is not None]
     return Watch(inside, list(containers.values()), held)
 
 
