@@ -126,7 +126,7 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
         session, got, ready = captured(root, example, options.capture)
         if (difference := compare(want, got)) is not None:
             raise ModelError(f"folding batch norms changes this model ({difference}): quantize with fold_batchnorm=False")
-    batches = [ready if b is example else dataclasses.replace(b, draws=ready.draws, draws_outside=ready.draws_outside) for b in batches]
+    batches = [ready if b is example else dataclasses.replace(b, draws=ready.draws) for b in batches]
     options.overrides.see(root)
     targets = find_targets(session)
     chosen = plan(session, targets, options.default, options.overrides)
@@ -166,7 +166,6 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
     if not options.inplace:
         rewind(root, session.as_they_were)
         make_independent(root)
-    session.heard.put_back()
     record = make_record(session, chosen, targets, programs, errors, packer.facts, want, got, float_bytes)
     for weight in chosen.weights.values():
         weight.parts = None

@@ -5,17 +5,16 @@ The generators of torch, Python and numpy belong to the whole process: other thr
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OwnDraws", "kept_outside_draws", "numpy_state", "outside_draws", "own_draws", "seed_extremes"]
+__all__ = ["Generators", "OwnDraws", "outside_draws", "own_draws", "seed_extremes"]
 
 SEEDED = torch.Tag.nondeterministic_seeded
 
@@ -56,7 +55,7 @@ class OwnDraws(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if func is torch.ops.aten.native_dropout.default:
             self.drew = True
-            return _dropout(*args, generator=self._generator(device))
+            return _dropout(self._generator(device), *args)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):       # attention on a GPU, LSTM in inference mode
             self.drew = True
             torch.manual_seed(int(torch.randint(2**62, (), generator=self._generator(torch.device("cpu")))))
@@ -97,7 +96,7 @@ def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return func is torch.ops.aten._fused_sdp_choice.default or given.get("train") is False or (bool(chances) and not any(chances))
 
 
-def _dropout(x: Tensor, p: float, train: bool | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _dropout(generator: torch.Generator, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """``aten.native_dropout`` (which takes no generator): what is kept, scaled, and the mask."""
     kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
     return (x * kept / (1 - p) if p < 1 else torch.zeros_like(x)), kept
@@ -119,35 +118,39 @@ def outside_draws(function: Any) -> bool:
     return numpy is not None and owner is not None and owner is getattr(numpy.random, "mtrand", numpy.random)._rand
 
 
-def numpy_state() -> Any:
-    """Of numpy's global generator, comparable."""
+class Generators:
+    """The states of the generators that all code of a process draws from: Python's, numpy's and torch's."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy, self._torch = random.getstate(), _numpy_state(), torch.get_rng_state()
+
+    def numpy_moved(self) -> bool:
+        now = _numpy_state()
+        return now is not None and (self._numpy is None or now[2] != self._numpy[2] or bytes(now[1]) != bytes(self._numpy[1]))
+
+    def put_back(self, outside: bool, torchs: bool) -> None:
+        """Python's and numpy's (``outside`` of torch), and torch's, are as they were."""
+        if torchs:
+            torch.set_rng_state(self._torch)
+        if outside:
+            random.setstate(self._python)
+            if self._numpy is not None:
+                sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def _numpy_state() -> Any:
     numpy = sys.modules.get("numpy")
-    kind, keys, position, *_ = ("", b"", 0) if numpy is None else numpy.random.get_state()
-    return kind, bytes(keys), position
-
-
-@contextlib.contextmanager
-def kept_outside_draws(drew: Callable[[], bool], seeded: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Python's and numpy's generators are afterwards as before, if what ran inside ``drew`` from them; torch's, if that ``seeded`` it."""
-    torch_state = torch.get_rng_state()
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        if seeded():
-            torch.set_rng_state(torch_state)
-        if drew():
-            random.setstate(state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
+    return None if numpy is None else numpy.random.get_state()
 
 
 def seed_extremes() -> Iterator[None]:
     """Seeds Python and numpy, at each step, so that the first number of 0..1 that they draw is near 0, near 1, or neither."""
-    numpy, seeds = sys.modules.get("numpy"), range(300)
-    for pick in (min, max, lambda seeds, key: 7):
-        random.seed(pick(seeds, key=lambda s: random.Random(s).random()))
-        if numpy is not None:
-            numpy.random.seed(pick(seeds, key=lambda s: numpy.random.RandomState(s).random_sample()))
-        yield
+    numpy, seeds, before = sys.modules.get("numpy"), range(300), Generators()
+    try:
+        for pick in (min, max, lambda seeds, key: 7):
+            random.seed(pick(seeds, key=lambda s: random.Random(s).random()))
+            if numpy is not None:
+                numpy.random.seed(pick(seeds, key=lambda s: numpy.random.RandomState(s).random_sample()))
+            yield
+    finally:
+        before.put_back(outside=True, torchs=False)

@@ -17,7 +17,9 @@ from ..constants import storage_of
 from ..failures import InputError
 from ..structure import attributes_of
 from .call import IMMUTABLE
-from .draws import kept_outside_draws, own_draws
+from .clone import reachable
+from .draws import own_draws
+from .listener import Listener
 from .traced import quiet
 
 __all__ = ["Example", "compare", "copied_input", "run", "tensors_in"]
@@ -27,13 +29,12 @@ __all__ = ["Example", "compare", "copied_input", "run", "tensors_in"]
 class Example:
     """Example inputs as ``model(*args, **kwargs)`` takes them. They are copied for each run: forward may change them.
 
-    ``draws``: the model draws random numbers, ``draws_outside``: from Python's or numpy's generators.
+    ``draws``: the model draws random numbers from torch's generators.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     draws: bool = False
-    draws_outside: bool = False
 
     @classmethod
     def of(cls, inputs: Any) -> Example:
@@ -110,10 +111,17 @@ def copied_input(x: Any) -> Any:
 
 
 def run(model: nn.Module, example: Example) -> Any:
-    """``model.forward`` on a copy of the example, without hooks of the root; its draws are the same at each run, and nobody else's."""
+    """``model.forward`` on a copy of the example, without hooks of the root. It draws the same at each run, and leaves nothing behind
+    outside of the model."""
     args, kwargs = example.fresh()
-    with quiet(model), kept_outside_draws(lambda: example.draws_outside), own_draws() if example.draws else contextlib.nullcontext():
-        return model.forward(*args, **kwargs)
+    heard = Listener()
+    try:
+        with quiet(model), heard, own_draws() if example.draws else contextlib.nullcontext():
+            output = model.forward(*args, **kwargs)
+        heard.settle(reachable([output]))
+        return output
+    finally:
+        heard.put_back()
 
 
 def compare(want: Any, got: Any) -> str | None:

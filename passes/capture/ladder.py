@@ -24,8 +24,10 @@ from torch.utils._pytree import tree_map
 from ..failures import ModelError
 from ..program import meta_of
 from ..run.forward import GraphForward, attach_program, detach_programs
-from .draws import kept_outside_draws, seed_extremes
+from .clone import reachable
+from .draws import seed_extremes
 from .example import Example, compare, run
+from .listener import Listener
 from .session import Session, brief
 from .state import reference_run, rewind
 from .traced import listening
@@ -43,21 +45,17 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", rungs: tuple[
     session = Session(root)
     told = reference_run(root, example, session.state)
     want, example = told.want, told.example
-    session.model_draws, session.model_draws_outside, session.heard = example.draws, told.heard.drew, told.heard
-    session.modeless = told.compiled
-    with kept_outside_draws(lambda: told.heard.drew, lambda: told.heard.seeded):
-        session.apart = told.apart
-        _note_state(session, told.written, told.replaced)
-        for _ in seed_extremes() if told.heard.drew else ():              # most code that draws does so for training alone
-            rewind(root, {**told.written, **told.apart})
-            session.ignores_draws = session.ignores_draws and compare(want, run(root, example)) is None
-            session.state.restore()
-        others = list(itertools.islice(_other_sizes(session, example, told.compiled), 1 if told.fragile else None))
-        _climb(session, example, want, others, ("export",) if mode == "export" else rungs)
-        if mode != "export" and unreached:
-            with listening(root):
-                _capture_unreached(session)
-    told.heard.put_back()
+    session.model_draws_outside, session.modeless, session.apart = told.drew, told.compiled, told.apart
+    _note_state(session, told.written, told.replaced)
+    for _ in seed_extremes() if told.drew else ():              # most code that draws does so for training alone
+        rewind(root, {**told.written, **told.apart})
+        session.ignores_draws = session.ignores_draws and compare(want, run(root, example)) is None
+        session.state.restore()
+    others = list(itertools.islice(_other_sizes(session, example, told.compiled), 1 if told.fragile else None))
+    _climb(session, example, want, others, ("export",) if mode == "export" else rungs)
+    if mode != "export" and unreached:
+        with listening(root):
+            _capture_unreached(session)
     return session, want, example
 
 
@@ -143,8 +141,12 @@ def _try_rung(session: Session, rung: str, example: Example, want: Any, others: 
         else:
             if rung == "layers":
                 session.leaves.update(path for path, module in session.root.named_modules() if any(True for _ in module.children()))
-            with session.drawing():
-                session.run_python("", args, kwargs)
+            heard = Listener()
+            try:
+                with session.drawing(), heard:
+                    heard.settle(reachable([session.run_python("", args, kwargs)]))
+            finally:
+                heard.put_back()
     session.state.restore()
     for path, program in {**session.layers, **session.captures}.items():
         attach_program(session.root.get_submodule(path), program)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from .draws import outside_draws
+from .draws import Generators, outside_draws
 from .frames import INTERNAL, OWN
 
 __all__ = ["SETTINGS", "Listener"]
@@ -78,6 +78,7 @@ class Listener:
         self._notes: list[tuple[str, Any, Any]] = []         # (name, container or the names that it is among, what was in it)
         self._known: dict[types.CodeType, bool] = {}        # code -> is it torch's or ours?
         self._before: Any = None
+        self._generators = Generators()
         self._collecting: set[Any] = set()      # the code of callbacks of Python's garbage collector, which runs at any moment
         self._aside: types.FrameType | None = None             # such a callback, while it runs
 
@@ -89,6 +90,7 @@ class Listener:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(self._before)
+        self.drew = self.drew or (self.may_draw and self._generators.numpy_moved())
 
     def take_refusal(self) -> str | None:
         """The first thing heard that no graph can say, once."""
@@ -165,7 +167,8 @@ class Listener:
         return next((name for name, held, before in self._notes if _differs(name, held, before)), None)
 
     def put_back(self) -> None:
-        """Undoes such changes: runs of our own are nobody's."""
+        """Undoes such changes, and draws: runs of our own are nobody's."""
+        self._generators.put_back(outside=self.drew, torchs=self.seeded)
         for name, held, before in self._notes:
             if not _differs(name, held, before):
                 continue

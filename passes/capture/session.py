@@ -22,7 +22,6 @@ from .clone import attributes
 from .draws import OwnDraws
 from .frames import active, at_work
 from .leaks import take_back
-from .listener import Listener
 from .proxy import TensorProxy, TraceError, example_of, is_proxy
 from .state import ModuleState
 from .traced import own_call
@@ -47,10 +46,8 @@ class Session:
         self.apart: dict[str, Tensor] = {}              # more buffers that the copy has values of its own of
         self.leaves: set[str] = set()                   # modules that must not be traced into
         self.draws = OwnDraws()
-        self.model_draws = False                        # from torch's generators
         self.modeless = False                           # has it functions that torch compiles when they run, which works under no mode?
         self.model_draws_outside = False                # from Python's or numpy's
-        self.heard = Listener()                         # what was heard of the model's code in its first run
         self.ignores_draws = True                       # does the output stay the same whatever Python and numpy draw?
         self.hooked = {path for path, m in root.named_modules() if has_foreign_hooks(m)}
         self.made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()    # by code that is no node
@@ -261,6 +258,7 @@ class Session:
             self.refuse(path, error)
             return None, False
         finally:
+            tracer.listener.put_back()
             tracer.forget()
 
     def _leaks(self, tracer: Tracer, module: nn.Module) -> str | None:

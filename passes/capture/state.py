@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..constants import ABSENT, storage_of
 from ..failures import InputError
-from .clone import attributes, bound_storages
-from .draws import OwnDraws, kept_outside_draws, numpy_state
+from .clone import attributes, bound_storages, reachable
+from .draws import OwnDraws
 from .example import Example
 from .listener import Listener
 from .traced import quiet
@@ -215,7 +215,7 @@ class Reference:
     ``apart``      further buffers, as they were, whose values the copy has as its own: code that this run did not reach may write to them
     ``replaced``   buffers that forward puts others in the place of
     ``example``    which knows whether the model draws
-    ``heard``      among others whether it drew from Python's or numpy's generators, or seeded torch's
+    ``drew``       from Python's or numpy's generators
     ``fragile``    its operators read past their inputs where sizes do not fit
     ``compiled``   it has functions that torch compiles when they run, which works under no mode
     """
@@ -223,7 +223,7 @@ class Reference:
     want: Any
     written: dict[str, Tensor]
     example: Example
-    heard: Listener
+    drew: bool = False
     fragile: bool = False
     replaced: tuple[str, ...] = ()
     apart: dict[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -251,12 +251,14 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
     while True:
         args, kwargs = example.fresh()
         try:
-            heard, numpy_before = Listener(), numpy_state()
+            heard = Listener()
             watch = _StateWatch(_storages(root, {**written, **kept}))
-            with quiet(root), kept_outside_draws(lambda: heard.drew, lambda: heard.seeded), heard, watch:  # noqa: B023
-                want = root.forward(*args, **kwargs)
-                heard.settle()
-                heard.drew = heard.drew or (heard.may_draw and numpy_state() != numpy_before)
+            try:
+                with quiet(root), heard, watch:
+                    want = root.forward(*args, **kwargs)
+                heard.settle(reachable([want]))
+            finally:
+                heard.put_back()
             replaced = tuple(name for name in kept if _held_or_none(root, name) is not copies[name])
             for name, before in kept.items():
                 if name in replaced:
@@ -270,8 +272,8 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
                 own.see_buffer(name, held_tensor(root, name))
             if watch.compiled:                             # what torch.cond compiles inside a mode fails outside of it
                 torch._dynamo.reset()
-            example = dataclasses.replace(example, draws=watch.drew, draws_outside=heard.drew)
-            return Reference(want, written, example, heard, watch.fragile, replaced, apart, watch.compiled)
+            example = dataclasses.replace(example, draws=watch.drew)
+            return Reference(want, written, example, heard.drew, watch.fragile, replaced, apart, watch.compiled)
         except _StateWritten as state:
             own.restore()
             rewind(root, kept)
@@ -279,8 +281,7 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
             own.see_buffers()
         except Exception as error:
             own.restore()
-            with kept_outside_draws(lambda: heard.drew, lambda: True):  # noqa: B023
-                outcome = _run_past_modes(root, example, own)
+            outcome = _run_past_modes(root, example, own)
             if outcome is None:
                 raise InputError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
             return outcome
@@ -293,19 +294,24 @@ def _run_past_modes(root: nn.Module, example: Example, own: ModuleState) -> Refe
     own.see_buffers()
     versions = {name: held_tensor(root, name)._version for name in kept}
     args, kwargs = example.fresh()
+    heard = Listener()
     try:
         torch._dynamo.reset()
-        with quiet(root):
+        with quiet(root), heard:
             want = root.forward(*args, **kwargs)
     except Exception:
         want = None
+    finally:
+        heard.settle(reachable([want]))
+        heard.drew = heard.seeded = True                 # compiled code draws unheard
+        heard.put_back()
     for name, before in kept.items():
         if held_tensor(root, name)._version == versions[name]:
             put_state(root, name, before)
         else:
             written[name] = before
         own.see_buffer(name, held_tensor(root, name))
-    return None if want is None else Reference(want, written, example, Listener(), compiled=True)
+    return None if want is None else Reference(want, written, example, compiled=True)
 
 
 def _held_or_none(root: nn.Module, name: str) -> Tensor | None:

@@ -70,11 +70,13 @@ class Inside:
 @dataclasses.dataclass
 class Watch:
     """What a graph depends on beside its inputs: modules, the contents of containers that their code may have read, and what its code
-    was told of stored tensors, ``fixed``: the dict that holds it, its name, and what it was told of shape, dtype and requires_grad."""
+    was told of stored tensors, ``fixed``: the dict that holds it, its name, and what it was told of shape, dtype and requires_grad.
+    ``read`` are those that the graph reads, each with the dict that it is in: they are no None."""
 
     inside: list[Inside]
     containers: list[tuple[Any, Any]]
-    fixed: list[tuple[dict[str, Any], str, Any, Any, Any]]
+    fixed: list[tuple[Any, str, Any, Any, Any]]
+    read: list[tuple[Any, str]]
 
     def __post_init__(self) -> None:
         """The same as rows, for a look at everything that costs little where nothing was changed. The root is in none of them."""
@@ -97,7 +99,7 @@ class Watch:
                 if siblings[name] is not module or a or b or c or d or (len(modules), len(parameters), len(buffers)) != counts \
                         or now != state or vars(module) is not now:
                     return True
-            if any(kind[name] is not None for kind, name in self._nothing):
+            if any(kind[name] is not None for kind, name in self._nothing) or any(kind[name] is None for kind, name in self.read):
                 return True
             if any(container != before for container, before in self.containers):
                 return True
@@ -133,6 +135,9 @@ class Watch:
 
     def _other_form(self) -> str | None:
         """The first stored tensor that is not any more what the code was told."""
+        for kind, name in self.read:
+            if kind.get(name) is None:
+                return name
         for kind, name, shape, dtype, wants_grad in self.fixed:
             held = kind.get(name)
             if held is None or (shape is not None and held.shape != shape) or (dtype is not None and held.dtype != dtype) \
@@ -158,15 +163,24 @@ def watch(root: nn.Module, program: Program) -> Watch:
         for name, value in vars(child).items():
             if name not in TORCHS and not name.startswith("_inro") and (container := _container(value)) is not None:
                 containers[id(container)] = container, container.copy()
-    held = []
-    for name, form in program.fixed.items():
-        path, _, leaf = name.rpartition(".")
-        owner = root.get_submodule(path)
-        held += [(kind, leaf, *form, None) for kind in (owner._parameters, owner._buffers) if kind.get(leaf) is not None]
+    held: list[tuple[Any, str, Any, Any, Any]] = [
+        (*place, *form, None) for name, form in program.fixed.items() for place in _places(root, name)]
+    names = dict.fromkeys(str(n.target) for n in program.graph.nodes if n.op == "get_attr")
+    read = [place for name in names for place in _places(root, name)]
     if "requires_grad" in program.call.facts:
-        held += [(m._parameters, name, None, None, held.requires_grad)
-                 for m in root.modules() for name, held in m._parameters.items() if held is not None]
-    return Watch(inside, list(containers.values()), held)
+        held += [(m._parameters, name, None, None, p.requires_grad) for m in root.modules()
+                 for name, p in m._parameters.items() if p is not None]
+    return Watch(inside, list(containers.values()), held, read)
+
+
+def _places(root: nn.Module, name: str) -> list[tuple[Any, str]]:
+    """The dict of parameters or buffers that holds a tensor, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        owner = root.get_submodule(path)
+    except AttributeError:
+        return []
+    return [(kind, leaf) for kind in (owner._parameters, owner._buffers) if kind.get(leaf) is not None]
 
 
 def _state(module: nn.Module, of_root: bool) -> dict[str, Any]:

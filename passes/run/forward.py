@@ -121,7 +121,7 @@ class GraphForward(Part):
         replica.__dict__["_inro_runners"] = [dataclasses.replace(r, functions=dataclasses.replace(
             r.functions, run=r.functions.traced, quick=r.functions.traced)) for r in self._inro_runners]
         for runner in replica.__dict__["_inro_runners"]:        # of tensors of the module that it is given
-            runner.watch = dataclasses.replace(runner.watch, inside=[], fixed=[])
+            runner.watch = dataclasses.replace(runner.watch, inside=[], fixed=[], read=[])
         return replica
 
     def __getstate__(self) -> dict[str, Any]:
