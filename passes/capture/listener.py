@@ -28,7 +28,7 @@ import torch
 from .draws import Generators, outside_draws
 from .frames import INTERNAL, OWN
 
-__all__ = ["SETTINGS", "Listener"]
+__all__ = ["CHEAP", "SETTINGS", "Listener"]
 
 SETTINGS: Mapping[str, Callable[[], Any]] = {          # a graph holds while these answer as they did
     "torch.compiler.is_compiling": torch.compiler.is_compiling,
@@ -57,6 +57,7 @@ def _by_code(table: Mapping[Any, str]) -> dict[Any, str]:
     return {getattr(inspect.unwrap(f), "__code__", f): text for f, text in table.items()}
 
 
+CHEAP = sys.version_info < (3, 12)         # is it to switch the profile function off and on? Later ones instrument all code again
 _SETTING_OF = {**_by_code({f: name for name, f in SETTINGS.items() if f is not torch.is_grad_enabled}), **_by_code(SPELLINGS)}
 _REFUSAL_OF = _by_code(REFUSED)
 

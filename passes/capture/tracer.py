@@ -31,7 +31,7 @@ from .aliases import alias_after
 from .clone import reachable
 from .decompose import DECOMPOSITIONS
 from .frames import INTERNAL, at_work, by_torch, where
-from .listener import Listener
+from .listener import CHEAP, Listener
 from .proxy import (
     FACT_METHODS,
     OVER,
@@ -90,12 +90,16 @@ def _own(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of the tracer in which functions of torch are its own, and not the traced code's."""
     @functools.wraps(method)
     def called(self: Tracer, *args: Any, **kwargs: Any) -> Any:
-        calling = self.listener.calling
+        calling, before = self.listener.calling, sys.getprofile() if CHEAP else None
+        if before is not None:
+            sys.setprofile(None)
         with torch._C.DisableTorchFunction():
             try:
                 return method(self, *args, **kwargs)
             finally:
                 self.listener.calling = calling
+                if before is not None:
+                    sys.setprofile(before)
     return called
 
 
