@@ -7,9 +7,12 @@
     capture/state, draws         one run of the float model: its output, what it writes to, what it draws
     capture/listener, frames     what its code asks of Python, where no tensor is asked
     capture/proxy, tracer        traced values that carry the example's, and the graph that they leave
+    capture/questions            what the code asks of them, which is guarded
+    capture/values, operators    what it gets for a node's value; what torch's functions do, by name
     capture/aliases, leaks       views of weights; traced values that the code keeps
     capture/call, decompose      which calls a program answers; composites written out
-    capture/traced, session      modules while they are traced; one model's capture
+    capture/traced, untraced     modules while they are traced; code that stays Python
+    capture/session, ended       one model's capture; the graph of a trace as a program
     capture/ladder               one graph, else regions, else layers: taken when it gives what the model gave
 
     carriers, scheme             operators that carry a weight, and the ways to store one

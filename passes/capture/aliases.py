@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from ..constants import Alias, alias_of_view
 from ..program import meta_of
+from .operators import is_mutating
 from .proxy import TensorProxy
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ QUOTIENTS = {"div", "true_divide", "truediv", "__truediv__"}        # of a weigh
 
 def alias_after(node: fx.Node, value: Any, tensors: list[TensorProxy], name: str, session: Session) -> tuple[Alias | None, bool]:
     """The alias of a node's ``value`` (or of the tuple that it is pieces of), and whether it is a piece of a tuple."""
-    from .tracer import is_mutating
     sources = [p for p in tensors if "alias" in p.node.meta] or _pieces(node)
     nodes = {s if isinstance(s, fx.Node) else s.node for s in sources}
     if len(nodes) != 1 or is_mutating(node.target, node.kwargs):

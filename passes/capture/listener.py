@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import gc
 import inspect
 import itertools
@@ -28,7 +29,7 @@ import torch
 from .draws import Generators, outside_draws
 from .frames import INTERNAL, OWN
 
-__all__ = ["CHEAP", "SETTINGS", "Listener"]
+__all__ = ["SETTINGS", "Listener", "unheard"]
 
 SETTINGS: Mapping[str, Callable[[], Any]] = {          # a graph holds while these answer as they did
     "torch.compiler.is_compiling": torch.compiler.is_compiling,
@@ -202,6 +203,23 @@ class Listener:
         self.catches = self.catches or "catches" in asked
         if "type" in asked:
             self.refusal = self.refusal or f"compares the type of a value in {code.co_name}"
+
+
+def unheard(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method, of an object with a ``listener``, in which functions of torch are its own, and not the traced code's."""
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calling, before = self.listener.calling, sys.getprofile() if CHEAP else None
+        if before is not None:
+            sys.setprofile(None)
+        with torch._C.DisableTorchFunction():
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self.listener.calling = calling
+                if before is not None:
+                    sys.setprofile(before)
+    return called
 
 
 def _is_standard(code: types.CodeType) -> bool:

@@ -67,6 +67,10 @@ class _Over:
         args, kwargs = examples(args), examples(kwargs)
         return target(*args, **kwargs) if kind == "call_function" else getattr(args[0], target)(*args[1:], **kwargs)
 
+    @property
+    def asked(self) -> _Over:
+        return self
+
     def size(self, tensor: Any, dim: Any = None) -> Any:
         return tensor.example.size() if dim is None else tensor.example.size(dim)
 
@@ -136,7 +140,7 @@ class TensorProxy(Tensor):
             if all(p.tracer is OVER for p in proxies_in((args, kwargs))):
                 return func(*examples(args), **examples(kwargs or {}))
             raise TraceError(f"a traced value reached {getattr(func, '__name__', func)} outside of the trace")
-        tracer.forget_parsing(sys._getframe(1), (args, kwargs))
+        tracer.asked.forget_parsing(sys._getframe(1), (args, kwargs))
         return tracer.call_function(func, args, kwargs or {})
 
     @classmethod
@@ -152,7 +156,7 @@ class TensorProxy(Tensor):
         raise TraceError(f"prints a tensor at {where()}")
 
     def __hash__(self) -> int:
-        self.tracer.facts.add("identity")
+        self.tracer.asked.ask(self, "identity")
         return id(self)
 
     def __bool__(self) -> bool:
@@ -165,9 +169,9 @@ class TensorProxy(Tensor):
 
     def _fact(self, name: str, question: str) -> Any:
         """What the example answers; a method is called."""
-        self.tracer.ask(self, question)
+        self.tracer.asked.ask(self, question)
         if question == "requires_grad" and self.tracer is not OVER and self.node.op not in ("placeholder", "get_attr"):
-            self.tracer.without_grad()
+            self.tracer.asked.without_grad()
             return WITHOUT_GRAD[name]
         with torch._C.DisableTorchFunction():
             value = getattr(self.example, name)
@@ -197,11 +201,11 @@ class TensorProxy(Tensor):
         return self.numel() * self.element_size()
 
     def size(self, dim: Any = None) -> Any:
-        return self.tracer.size(self, dim)
+        return self.tracer.asked.size(self, dim)
 
     def type(self, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs:
-            self.tracer.ask(self, "device")
+            self.tracer.asked.ask(self, "device")
             return self._fact("type", "dtype")
         return self.tracer.create("call_method", "type", self, *args, **kwargs)
 
@@ -292,7 +296,7 @@ class NumberProxy:
 
     def _known(self, kind: type[Any]) -> Any:
         """The number as Python is told it now, and a guard on that."""
-        self.tracer.guard(self, kind, sys._getframe(2))
+        self.tracer.asked.guard(self, kind, sys._getframe(2))
         return kind(self.example)
 
     def __bool__(self) -> bool:

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from ..carriers import Use, observed_use
-from ..constants import ABSENT, Alias, Constant, adopt, alias_of_view, find_constants, packed_constants, storage_of
-from ..program import Program, meta_of
-from ..run.classes import compiling, user_class
-from ..structure import Slot, find, map_values, strip
+from ..carriers import Use
+from ..constants import Alias, Constant, adopt, alias_of_view, find_constants, packed_constants, storage_of
+from ..program import Program
+from ..run.classes import user_class
+from ..structure import find
 from .call import IMMUTABLE, Call, Unusual
 from .clone import attributes
 from .draws import OwnDraws
-from .frames import active, at_work
+from .ended import examples_of, layer_of, program_of
+from .frames import at_work
 from .leaks import take_back
-from .proxy import TensorProxy, TraceError, example_of, is_proxy
+from .proxy import TraceError, example_of, is_proxy
 from .state import ModuleState
 from .traced import own_call
 from .tracer import Tracer, Untraceable
+from .untraced import PythonRun, UseRecorder
 
-__all__ = ["Session", "brief", "drop_unused", "has_foreign_hooks"]
+__all__ = ["Session", "brief", "has_foreign_hooks"]
 
 
 class Session:
@@ -197,7 +198,7 @@ class Session:
         module = self.root.get_submodule(path)
         if path in self.layers or path not in self._owners or module._forward_hooks or module._forward_pre_hooks:
             return                                  # what hooks did is in these nodes, and they would run once more
-        layer = _cut_out(tracer, module, path, args, kwargs, result, last)
+        layer = layer_of(tracer, module, path, args, kwargs, result, last)
         if layer is not None:
             self.layers[path] = layer
 
@@ -206,7 +207,7 @@ class Session:
     def run_python(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a module that stays Python on the example (the root without its hooks); its children are captured on the way."""
         module = self.root.get_submodule(path)
-        with torch.no_grad(), at_work(_PythonRun(self)), _UseRecorder(self, path):
+        with torch.no_grad(), at_work(PythonRun(self)), UseRecorder(self, path):
             return own_call(module, args, kwargs) if path else module.forward(*args, **kwargs)
 
     def call_from_python(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -246,10 +247,10 @@ class Session:
                 raise TraceError(f"changes {changed}, which is outside of the model")
             if (place := self._leaks(tracer, module)) is not None:
                 raise TraceError(f"keeps a traced value in {place}")
-            example = _example_of(result)
+            example = examples_of(result)
             if (tracer.listener.drew or self.model_draws_outside) and not self.ignores_draws:
                 raise TraceError("depends on random numbers from outside of torch")
-            self.captures[path] = _finish(tracer, call, kind, result)
+            self.captures[path] = program_of(tracer, call, kind, result)
             return example, True
         except Exception as error:
             tracer.abandon()
@@ -286,28 +287,6 @@ def _tensors_in_attributes(root: nn.Module) -> set[int]:
     return found
 
 
-class _PythonRun:
-    """What is at work while Python code runs that is not traced: its calls of modules are captured, everything else is its own."""
-
-    def __init__(self, session: Session):
-        self.session = session
-
-    def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any) -> Any:
-        return self.session.call_from_python(module, args, kwargs)
-
-    def read(self, module: nn.Module, name: str, value: Tensor) -> Tensor:
-        return value
-
-    def unpacked(self, module: nn.Module, name: str) -> Any:
-        """The same tensor at each read, so that its uses are seen."""
-        path = self.session.path_of(module)
-        full = f"{path}.{name}" if path else name
-        return self.session.tensor(full) if path is not None and full in self.session.packed else ABSENT
-
-    def write(self, module: nn.Module, name: str, value: Any) -> None:
-        """Its own affair."""
-
-
 def has_foreign_hooks(module: nn.Module) -> bool:
     """Hooks that somebody put on the module; those that its own library has set are part of its forward, and are traced."""
     library = user_class(module).__module__.partition(".")[0]
@@ -315,153 +294,6 @@ def has_foreign_hooks(module: nn.Module) -> bool:
         return True
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(library in ("__main__", "torch") or getattr(h, "__module__", "").partition(".")[0] != library for h in hooks)
-
-
-class _UseRecorder(torch.overrides.TorchFunctionMode):
-    """Sees which operators the Python code of a module feeds its weights to."""
-
-    def __init__(self, session: Session, path: str):
-        super().__init__()
-        self.session, self.path = session, path
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if compiling():
-            return result
-        for tensor in (result,) if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ():
-            if isinstance(tensor, Tensor):
-                self.session.made[id(tensor)] = tensor
-        if isinstance(active(), _PythonRun):
-            for use in observed_use(func, args, kwargs, self.session.alias_of):
-                self.session.python_uses.setdefault((self.path, use.constant, use.op), use)
-        return result
-
-
-def _wanted(value: Any) -> bool:
-    """Is this a result: a traced value or a tensor? A function that holds one cannot be given back."""
-    cells = getattr(value, "__closure__", None) if isinstance(value, types.FunctionType) else None
-    for cell in cells or ():
-        if is_proxy(cell.cell_contents):
-            raise TraceError("returns a function that holds a traced value")
-    return is_proxy(value) or isinstance(value, Tensor)
-
-
-def _example_of(value: Any) -> Any:
-    """A traced result with the example's values in the place of its proxies."""
-    return map_values(value, _wanted, example_of)
-
-
-def _template(result: Any, place: Callable[[Any], int]) -> Any:
-    return strip(result, _wanted, lambda x: Slot(place(x)))
-
-
-def _finish(tracer: Tracer, call: Call, kind: str, result: Any) -> Program:
-    results: list[Any] = []
-
-    def place(x: Any) -> int:
-        for i, other in enumerate(results):
-            if other is x:
-                return i
-        results.append(x)
-        return len(results) - 1
-    template = _template(result, place)
-    with at_work(tracer):
-        nodes = [tracer.create_arg(r) for r in results]
-    tracer.graph.output(nodes[0] if isinstance(template, Slot) else tuple(nodes))
-    looked_at = {str(n.target) for n in tracer.graph.nodes if n.op == "get_attr"}
-    drop_unused(tracer.graph)
-    read = {str(n.target) for n in tracer.graph.nodes if n.op == "get_attr"}
-    for name in looked_at - read:                           # its code only asked whether it is there
-        tracer.fixed.setdefault(name, (None, None))
-    tracer.abandon(all_of_it=False)
-    call.facts = frozenset(tracer.facts)
-    return Program(tracer.path, kind, tracer.graph, call, template, effect=tracer.effect, settings=tracer.settings,
-                   fixed=dict(tracer.fixed))
-
-
-def drop_unused(graph: fx.Graph) -> None:
-    """Removes nodes that nobody uses and that hold no tensor: sizes that were only looked at, attributes, lengths."""
-    for node in reversed(list(graph.nodes)):
-        if not node.users and meta_of(node).get("droppable") and node.op not in ("placeholder", "output"):
-            graph.erase_node(node)
-
-
-def _cut_out(tracer: Tracer, module: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any,
-             last: fx.Node) -> Program | None:
-    """The nodes after ``last`` as a graph of the module at ``path`` alone; None if they reach outside of it."""
-    prefix = tracer.relative(path)
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    try:
-        call, values = Call.of(user_class(module).forward.__get__(module), args, kwargs)
-
-        def placeholder(name: str, item: Any) -> Any:
-            if not is_proxy(item):
-                raise TraceError("takes a tensor that is no node")
-            node = graph.create_node("placeholder", name, (), {})
-            node.meta = {k: v for k, v in item.node.meta.items() if k == "value"} | {"module": path}
-            if type(item) is TensorProxy and (item.static or item.open_rank):
-                raise TraceError("takes a tensor that depends on no input, or whose rank does on sizes")
-            if copies.setdefault(item.node, node) is not node:
-                raise TraceError("takes one tensor twice: another call may take two")
-            return item
-        call.capture(values, placeholder, example_of)
-        for node in _between(last):
-            if node.op == "get_attr":
-                if prefix and not str(node.target).startswith(prefix + "."):
-                    return None
-                new = graph.create_node(node.op, str(node.target)[len(prefix) + 1:] if prefix else node.target)
-                new.meta = dict(node.meta)
-            else:
-                new = graph.node_copy(node, lambda n: _read_again(n, copies, graph, prefix))
-            copies[node] = new
-        numbers = {n for n in copies if "value" not in n.meta and copies[n].op == "placeholder"}
-        if numbers and any(_looks_at(g, numbers) for g in tracer.guards if g not in copies):
-            return None                             # the caller had asked a number that it passed down
-        results: list[fx.Node] = []
-
-        def place(x: Any) -> int:
-            if not is_proxy(x):
-                raise TraceError("returns a tensor that is no node")
-            results.append(copies[x.node])
-            return len(results) - 1
-        template = _template(result, place)
-    except (KeyError, TraceError, TypeError, Unusual):
-        return None
-    graph.output(results[0] if isinstance(template, Slot) else tuple(results))
-    drop_unused(graph)
-    if tracer.effect is not None and tracer.listener.catches:
-        return None
-    call.facts = frozenset(tracer.facts)                    # what was asked since the layer's code began
-    settings = dict(tracer.listener.settings)               # as far as known: more than its own may be among them
-    fixed = {n[len(prefix) + 1 if prefix else 0:]: s for n, s in tracer.fixed.items() if not prefix or n.startswith(prefix + ".")}
-    return Program(path, "layer", graph, call, template, effect=tracer.effect, settings=settings, fixed=fixed)
-
-
-def _looks_at(guard: fx.Node, numbers: set[fx.Node]) -> bool:
-    pending = [guard]
-    while pending:
-        node = pending.pop()
-        if node in numbers:
-            return True
-        pending.extend(i for i in node.all_input_nodes if "value" not in i.meta)
-    return False
-
-
-def _between(last: fx.Node) -> Iterator[fx.Node]:
-    node = last.next
-    while node.op != "root":
-        yield node
-        node = node.next
-
-
-def _read_again(node: fx.Node, copies: dict[fx.Node, fx.Node], graph: fx.Graph, prefix: str) -> fx.Node:
-    """The copy of a node; a weight that the trace had read before this layer's nodes is read once more."""
-    if node not in copies and node.op == "get_attr" and (not prefix or str(node.target).startswith(prefix + ".")):
-        copies[node] = graph.create_node("get_attr", str(node.target)[len(prefix) + 1:] if prefix else str(node.target))
-        copies[node].meta = dict(node.meta)
-    return copies[node]
 
 
 def brief(error: Exception) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.fx.graph import _format_target
 
-from ..capture.tracer import follows_from_inputs
+from ..capture.operators import follows_from_inputs
 from ..program import guard
 
 __all__ = ["Compiled", "compiled", "source_of"]
