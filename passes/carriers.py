@@ -282,7 +282,8 @@ def _power(node: fx.Node, found: Found) -> Flow | None:
 
 
 def _piece(node: fx.Node, found: Found) -> Flow | None:
-    return () if found.get(node.args[0]) == () else None
+    source = node.args[0]
+    return () if isinstance(source, fx.Node) and found.get(source) == () else None
 
 
 def _reshaped(node: fx.Node, found: Found) -> Flow | None:
@@ -358,8 +359,9 @@ def arithmetic_before(node: fx.Node, use: Use) -> list[fx.Node]:
     carrier = carrier_of(node.target)
     between: dict[fx.Node, None] = {}
     operand, _, index = use.operand.partition(".")
-    value = carrier.bind(node.args, node.kwargs)[operand] if carrier is not None else None
-    pending = [value[int(index)] if index else value]
+    assert carrier is not None
+    value = carrier.bind(node.args, node.kwargs)[operand]
+    pending: list[fx.Node] = [value[int(index)] if index else value]
     while pending:
         step = pending.pop()
         if step not in between and step.op != "get_attr" and _alias(step) is None:

@@ -112,7 +112,8 @@ def _identity(tensor: Tensor) -> object:
 
 def adopted_by(module: nn.Module) -> set[str]:
     """The names of the buffers that a capture gave a module: tensors that its code reads from outside of the module tree."""
-    return vars(module).get("_inro_adopted", set())
+    names: set[str] = vars(module).get("_inro_adopted", set())
+    return names
 
 
 def adopt(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -144,7 +145,7 @@ def alias_of_view(constant: Constant, base: Tensor, view: Tensor) -> Alias | Non
         touched = tuple(axis for axis, (size, stride) in enumerate(zip(base.shape, base.stride(), strict=True))
                         if size > 1 and stride <= s * (n - 1) and s < size * stride)
         axes.append(touched)
-    return Alias(constant.name, tuple(axes), tuple(view.shape), tuple(view.stride()), view.storage_offset() - base.storage_offset())
+    return Alias(constant.name, tuple(axes), tuple(view.shape), tuple(view.stride()), int(view.storage_offset() - base.storage_offset()))
 
 
 def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from .capture.example import Example, run
 from .capture.session import Session
 from .carriers import carrier_of, observed_use
+from .constants import ABSENT
 from .failures import InroError, SchemeError
 from .program import Program, meta_of
 from .run.classes import compiling
@@ -292,13 +293,13 @@ class _Evaluation:
         if stored is not None:
             return self.pack(stored.constant)[stored.part]
         twin = self.floats.get(meta.get("twin", ""))
-        known = twin is not None and twin in self.env
+        value = ABSENT if twin is None else self.env.get(twin, ABSENT)
         of_weight = _of_weight(node)
-        if known and self.several and of_weight and view is not None and view.constant != self.constant:
-            return self.env[twin]
-        if node.op == "get_attr" or of_weight or not known:
+        if value is not ABSENT and self.several and of_weight and view is not None and view.constant != self.constant:
+            return value
+        if node.op == "get_attr" or of_weight or value is ABSENT:
             return evaluate(self.module, node, self.value_of)
-        return self.env[twin]
+        return value
 
 
 class _PythonUses(torch.overrides.TorchFunctionMode):

@@ -87,8 +87,8 @@ def _map_object(value: Any, again: Leaf, memo: dict[int, Any]) -> Any:
     return new
 
 
-def _same_tuple(value: tuple, items: list[Any]) -> Any:
-    kind = type(value)
+def _same_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
+    kind: Any = type(value)
     return kind._make(items) if hasattr(kind, "_make") else kind(items)
 
 

@@ -107,7 +107,7 @@ def bound_storages(root: nn.Module) -> set[int]:
 
 def make_independent(root: nn.Module) -> None:
     """Gives every module of a clone tensors of its own: what shares memory with the original is copied, ties stay ties."""
-    copies: dict[int, Tensor] = {}
+    copies: dict[int, Any] = {}
     bound = bound_storages(root)
     for module in root.modules():
         packed = {buffer for p in module.__dict__.get("_inro_packed", {}).values() for buffer in p.buffers}
@@ -158,7 +158,8 @@ def _register_plain_tensors(module: nn.Module) -> None:
 def _fold_computed_weights(module: nn.Module) -> None:
     if "parametrizations" in module._modules:
         # torch's own removal would edit the class, which the copy shares with the original
-        names = list(module.parametrizations)
+        parametrized: Any = module._modules["parametrizations"]
+        names = [*parametrized]
         with torch.no_grad():
             weights = {name: getattr(module.eval(), name).detach().clone() for name in names}
         module.__class__ = next(c for c in type(module).__mro__ if c is not type(module))

@@ -86,15 +86,15 @@ def multi_head_attention_forward(
     probability = dropout_p if training else 0.0
 
     if need_weights:
-        scores = torch.bmm(q * math.sqrt(1.0 / float(head)), k.transpose(-2, -1))
+        scores: Tensor = torch.bmm(q * math.sqrt(1.0 / float(head)), k.transpose(-2, -1))
         scores = scores if mask is None else scores + mask
-        weights = torch.softmax(scores, dim=-1)
-        weights = F.dropout(weights, p=probability) if probability > 0.0 else weights
-        joined = torch.bmm(weights, v).transpose(0, 1).reshape(length * batch, embed)
+        attention = torch.softmax(scores, dim=-1)
+        attention = F.dropout(attention, p=probability) if probability > 0.0 else attention
+        joined = torch.bmm(attention, v).transpose(0, 1).reshape(length * batch, embed)
         output = F.linear(joined, out_proj_weight, out_proj_bias).view(length, batch, -1)
-        weights = weights.view(batch, num_heads, length, source)
-        weights = weights.mean(dim=1) if average_attn_weights else weights
-        return (output, weights) if batched else (output.squeeze(1), weights.squeeze(0))
+        attention = attention.view(batch, num_heads, length, source)
+        attention = attention.mean(dim=1) if average_attn_weights else attention
+        return (output, attention) if batched else (output.squeeze(1), attention.squeeze(0))
 
     if mask is not None:
         whole = mask.dim() == 3 and mask.size(0) == 1
@@ -113,6 +113,6 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
-DECOMPOSITIONS: Mapping[Callable, Callable[..., Any]] = {
+DECOMPOSITIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
 }

@@ -172,7 +172,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
     if not bool((usual | same).all()):
         return float("inf")
     x, y = (torch.where(usual, t, 0).double() for t in (a, b))
-    return ((x - y).norm() / x.norm().clamp(min=1e-30)).item()
+    return float((x - y).norm() / x.norm().clamp(min=1e-30))
 
 
 def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:

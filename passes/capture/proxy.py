@@ -33,7 +33,7 @@ class TraceError(RuntimeError):
 class Shape(tuple[Any, ...]):
     """What ``x.shape`` is while tracing: a tuple of symbolic sizes that passes for a torch.Size."""
 
-    __class__ = torch.Size
+    __class__: Any = torch.Size
     _make = staticmethod(tuple)     # in the arguments of a node it is a plain tuple
 
     def __getitem__(self, index: Any) -> Any:

@@ -130,7 +130,8 @@ class Session:
         """Lets go of the float weights."""
         for table in (self._tensors, self._by_storage, self._by_id, self._viewed):
             table.clear()
-        self.state = self.kept = None
+        self.kept = None
+        del self.state
 
     def path_of(self, module: nn.Module) -> str | None:
         return self._paths.get(id(module))
@@ -264,7 +265,7 @@ class Session:
 
     def _leaks(self, tracer: Tracer, module: nn.Module) -> str | None:
         """Where the traced code has left traced values that would outlive the trace; they are not there any more."""
-        places = [(f"self.{n} of {path or 'the module itself'}", {n: v}) for path, child in module.named_modules()
+        places: list[tuple[str, Any]] = [(f"self.{n} of {path or 'the module itself'}", {n: v}) for path, child in module.named_modules()
                   for n, v in vars(child).items() if not n.startswith("_") and n != "training"]
         for path, child in module.named_modules():
             for name in [n for n, v in vars(child).items() if is_proxy(v)]:

@@ -134,7 +134,7 @@ def _alike(now: Any, then: Any, seen: set[tuple[int, int]]) -> bool:
     if type(now) is not type(then):
         return False
     if isinstance(now, (bool, int, float, complex, str, bytes)):
-        return now == then or (now != now and then != then)
+        return bool(now == then or (now != now and then != then))
     if (id(now), id(then)) in seen:
         return True
     seen.add((id(now), id(then)))
@@ -144,7 +144,7 @@ def _alike(now: Any, then: Any, seen: set[tuple[int, int]]) -> bool:
         if list(now) != list(then) or not all(_alike(now[k], then[k], seen) for k in now):
             return False
     elif isinstance(now, (set, frozenset)):
-        return now == then
+        return bool(now == then)
     elif isinstance(now, (list, tuple, collections.deque)):
         if len(now) != len(then) or not all(_alike(a, b, seen) for a, b in zip(now, then, strict=True)):
             return False
@@ -169,7 +169,7 @@ def _same_form(now: Any, then: Any, seen: set[tuple[int, int]]) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if type(now).__module__ == "numpy":
-                return now.shape == then.shape and now.dtype == then.dtype and now.tobytes() == then.tobytes()
+                return bool(now.shape == then.shape and now.dtype == then.dtype and now.tobytes() == then.tobytes())
             return _alike(now.__reduce_ex__(4)[1:3], then.__reduce_ex__(4)[1:3], seen)
     except Exception:
         return True
@@ -329,8 +329,7 @@ def held_tensor(root: nn.Module, name: str) -> Tensor:
     """The parameter or buffer of that path. Raises `KeyError` if there is none, as for a weight that is held as codes."""
     path, _, leaf = name.rpartition(".")
     module = root.get_submodule(path)
-    held = module._parameters.get(leaf)
-    held = module._buffers.get(leaf) if held is None else held
+    held = next((kind[leaf] for kind in (module._parameters, module._buffers) if kind.get(leaf) is not None), None)
     if held is None:
         raise KeyError(name)
     return held
@@ -353,7 +352,7 @@ def put_state(root: nn.Module, name: str, value: Tensor | None) -> Tensor:
     path, _, leaf = name.rpartition(".")
     module = root.get_submodule(path)
     kind: dict[str, Any] = module._parameters if module._parameters.get(leaf) is not None else module._buffers
-    before = kind[leaf]
+    before: Tensor = kind[leaf]
     copied = before.detach().clone() if value is None else value
     kind[leaf] = nn.Parameter(copied, before.requires_grad) if kind is module._parameters and value is None else copied
     return before

@@ -356,8 +356,9 @@ class Tracer:
         viewed = self.session.viewed_by(tensor)
         if viewed is not None and self.inside(viewed):
             base = self._get_attr(viewed, self.session.tensor(viewed))
-            return self.create("call_function", torch.as_strided, base, tuple(tensor.shape), tuple(tensor.stride()),
-                               tensor.storage_offset())
+            view: TensorProxy = self.create("call_function", torch.as_strided, base, tuple(tensor.shape), tuple(tensor.stride()),
+                                            tensor.storage_offset())
+            return view
         if type(tensor) not in (Tensor, nn.Parameter):
             raise TraceError(f"makes a {type(tensor).__name__}, which is a tensor of a class of its own, at {where()}")
         if id(tensor) not in self._adopted:

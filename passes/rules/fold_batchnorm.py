@@ -55,7 +55,9 @@ def _reads(conv: fx.Node, program: Program, module: str) -> bool:
     """Does the convolution take its module's weight and bias as they are?"""
     def is_read(node: fx.Node, name: str) -> bool:
         return node.op == "get_attr" and program.full(str(node.target)) == f"{module}.{name}"
-    call = carrier_of(conv.target).bind(conv.args, conv.kwargs)
+    carrier = carrier_of(conv.target)
+    assert carrier is not None
+    call = carrier.bind(conv.args, conv.kwargs)
     weight, bias = call["weight"], call.get("bias")
     return is_read(weight, "weight") and (bias is None or is_read(bias, "bias"))
 

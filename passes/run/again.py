@@ -129,7 +129,7 @@ def attach_all(module: nn.Module, captured: Captured, more: Sequence[Pass] = ())
     for path, program in captured.programs.items():
         owner: Any = module.get_submodule(path)
         made = captured.copy.get_submodule(path)
-        held = {n: b for n, b in made._buffers.items() if n in adopted_by(made)}
+        held = {n: b for n, b in made._buffers.items() if n in adopted_by(made) and b is not None}
         if any(n in owner._buffers and owner._buffers[n] is not b for n, b in held.items()):
             continue                                # another program of the module has another tensor of that name
         for name in held.keys() - owner._buffers.keys():

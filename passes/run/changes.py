@@ -43,7 +43,7 @@ class _Any:
     def __eq__(self, other: object) -> bool:
         return True
 
-    __hash__ = None
+    __hash__: Any = None
 
 
 ANY = _Any()
@@ -131,7 +131,8 @@ class Watch:
         for container, before in self.containers:
             if not is_same(container, before):
                 return "a dict, list or config object that its code may have read was changed"
-        return None if (name := self._other_form()) is None else f"{name} is another tensor, or has another form"
+        other = self._other_form()
+        return None if other is None else f"{other} is another tensor, or has another form"
 
     def _other_form(self) -> str | None:
         """The first stored tensor that is not any more what the code was told."""

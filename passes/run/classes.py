@@ -12,7 +12,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -94,9 +94,9 @@ def _composed(user: type[Any], parts: tuple[type[Part], ...]) -> type[Any]:
     (The key is an id: the class that is found keeps its base alive, and with it the id.)
     """
     key = (id(user), parts)
-    made = None if any(part.own for part in parts) else _made.get(key)
+    made: Any = None if any(part.own for part in parts) else _made.get(key)
     if made is not None:
-        return made
+        return cast(type[Any], made)
     namespace: dict[str, Any] = {"_inro_user_class": user, "_inro_parts": parts, "__module__": user.__module__,
                                  "__qualname__": user.__qualname__, "__doc__": user.__doc__, "__reduce_ex__": _reduce,
                                  "__new__": lambda cls, *args, **kwargs: user(*args, **kwargs)}     # type(q)() is a plain one
@@ -107,9 +107,8 @@ def _composed(user: type[Any], parts: tuple[type[Part], ...]) -> type[Any]:
         after += part.compose(user, namespace)
     meta = type(user)
     make: Any = meta if meta in (type, abc.ABCMeta) else functools.partial(type.__new__, meta)     # a registry stays as it is
-    made = make(user.__name__, (*parts, *(() if parts else (Rebased,)), user, *after), namespace)
-    _made[key] = made
-    return made
+    made = _made[key] = make(user.__name__, (*parts, *(() if parts else (Rebased,)), user, *after), namespace)
+    return cast(type[Any], made)
 
 
 def _refuse_to_save(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +134,8 @@ def needs_rebasing(user: type[Any]) -> bool:
 
 def rebased(module: nn.Module) -> nn.Module:
     """An empty instance of a class like the module's, but of which the class can change."""
-    return object.__new__(_composed(user_class(module), ()))
+    shell: nn.Module = object.__new__(_composed(user_class(module), ()))
+    return shell
 
 
 def add_part(module: nn.Module, part: type[Part]) -> None:
@@ -166,10 +166,11 @@ def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
 
 
 def _rebuild(user: type[Any], parts: tuple[type[Part], ...]) -> nn.Module:
-    return object.__new__(_composed(user, parts))
+    empty: nn.Module = object.__new__(_composed(user, parts))
+    return empty
 
 
-def copy_of(function: types.FunctionType, wraps: Any) -> types.FunctionType:
+def copy_of(function: Any, wraps: Any) -> types.FunctionType:
     """A function of its own, with a code object of its own, and the name and signature of another.
 
     torch.compile counts what it has compiled by code object.

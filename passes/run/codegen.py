@@ -169,7 +169,7 @@ def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:
     file = sys.intern(f"<graph {zlib.crc32(source.encode()):08x}>")
     names = dict(names)
     exec(compile(source, file, "exec"), names)
-    function = names.pop("forward")
+    function: Callable[..., Any] = names.pop("forward")
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     _sources[file] += 1
     weakref.finalize(function, _forget_source, file)

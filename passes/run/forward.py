@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..capture.call import TensorLeaf
 from ..failures import GraphNotTaken, InroError
 from ..program import GuardFailed, Program
 from ..structure import Slot, rebuild
@@ -109,7 +110,7 @@ class GraphForward(Part):
             if _retarget(program.graph, fn):
                 runner.functions = compiled(self, program.graph)
                 program.call.leaves = tuple(
-                    tuple(dataclasses.replace(leaf, device=_mapped_device(leaf.device, fn)) if getattr(leaf, "device", None) else leaf
+                    tuple(dataclasses.replace(leaf, device=_mapped_device(leaf.device, fn)) if isinstance(leaf, TensorLeaf) else leaf
                           for leaf in leaves) for leaves in program.call.leaves)
             runner.verdicts.clear()
             if changed is None:
@@ -126,7 +127,7 @@ class GraphForward(Part):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__()) if defines(user_class(self), "__getstate__") else dict(self.__dict__)
-        state["_inro_runners"] = [(dataclasses.replace(r.program, graph=GraphData.of(r.program.graph)), r.calls,
+        state["_inro_runners"] = [(dataclasses.replace(r.program, graph=fx.Graph()), GraphData.of(r.program.graph), r.calls,
                                    r.watch.altered(self, lasting=True)) for r in self._inro_runners]
         state["_inro_again"] = None if self._inro_again is None else self._inro_again.fresh()
         return state
@@ -134,8 +135,8 @@ class GraphForward(Part):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__["_inro_runners"] = []
-        for program, calls, altered in state["_inro_runners"]:
-            program = dataclasses.replace(program, graph=program.graph.graph())
+        for program, graph, calls, altered in state["_inro_runners"]:
+            program = dataclasses.replace(program, graph=graph.graph())
             if altered is None:                             # what is void stays so: what is there now would look as if it always had been
                 _install(self, program).calls = calls
 

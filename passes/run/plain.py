@@ -52,7 +52,7 @@ class GraphData:
         made: dict[str, fx.Node] = {}
 
         def resolve(value: Any) -> Any:
-            return fx.node.map_aggregate(value, lambda a: made[a.name] if type(a) is _Ref else a)
+            return fx.node.map_aggregate(value, lambda a: made[a.name] if isinstance(a, _Ref) else a)
         for op, name, target, args, kwargs, meta in self.nodes:
             node = graph.create_node(op, _decode(target), resolve(args), resolve(kwargs), name)
             node.meta = dict(meta)

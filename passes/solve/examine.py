@@ -79,7 +79,7 @@ def checked_parts(scheme: Scheme, parts: Any, rows: int) -> dict[str, Tensor]:
 
 def _fits(bound: Tensor, matrix: Tensor) -> bool:
     try:
-        return torch.broadcast_shapes(bound.shape, matrix.shape) == matrix.shape
+        return bool(torch.broadcast_shapes(bound.shape, matrix.shape) == matrix.shape)
     except RuntimeError:
         return False
 

@@ -138,7 +138,7 @@ class Overrides:
         if isinstance(key, type):
             return any(issubclass(self.classes[p], key) for p in paths)
         if key in OPS and key not in self.classes:
-            return target.use.op == key
+            return bool(target.use.op == key)
         candidates = {*paths, *(n for n in names if n.rpartition(".")[0] in paths)}
         return any(part == key or fnmatch.fnmatchcase(part, key) for c in candidates for part in _prefixes(c))
 
