@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .capture.example import Example, run
+from .capture.listener import deaf
 from .capture.session import Session
 from .carriers import carrier_of, observed_use
 from .constants import ABSENT
@@ -130,7 +131,8 @@ def observing(root: nn.Module, observers: Mapping[str, Watched]) -> Iterator[Non
         runner = module._inro_runners[0]
 
         def interpreted(self: Any, *flat: Any, watched: Watched = watched) -> Any:
-            return interpret(self, watched, list(flat))
+            with deaf():
+                return interpret(self, watched, list(flat))
         saved.append((runner, runner.functions))
         runner.functions = dataclasses.replace(runner.functions, run=interpreted, quick=interpreted)
     try:
@@ -316,6 +318,12 @@ class _PythonUses(torch.overrides.TorchFunctionMode):
         value = func(*args, **kwargs)
         if compiling() or carrier_of(func) is None:
             return value
+        with deaf():
+            self._see(func, args, kwargs, value)
+        return value
+
+    def _see(self, func: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> None:
+        """Computes the call once more with quantized weights."""
         for use in observed_use(func, args, kwargs, self.alias):
             key = self.keys.get((use.constant, f"({use.op})"))
             out = _main_tensor(value)
@@ -336,7 +344,6 @@ class _PythonUses(torch.overrides.TorchFunctionMode):
                     noise, signal = _squares(out, got)
                     record.noise, record.signal = record.noise + noise, record.signal + signal
                     record.calls += 1
-        return value
 
 
 # ---- the quantized run ----

@@ -8,11 +8,13 @@ import tracemalloc
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import Tied, first, quantized
 from test_capture import net, one_graph
 from torch import nn
 
 import inro_fx
+from inro_fx.passes.scheme import Identity
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1e20, 1e30])
@@ -74,6 +76,19 @@ def test_inplace_frees_each_weight_when_it_is_packed():
         steps.Packer = original
     assert min(alive) <= 1
     assert alive[0] == 8
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_what_a_scheme_remembers_of_its_calls_is_not_undone(branches):
+    packed = []
+
+    class Remembering(Identity):
+        def pack(self, matrix):
+            packed.append(tuple(matrix.shape))
+            return super().pack(matrix)
+    model = net(lambda self, x: F.linear(x, self.w) if branches and x.sum() > 0 else F.linear(x + 1, self.w), w=nn.Parameter(torch.ones(4, 8)))
+    inro_fx.quantize_graph(model, torch.ones(2, 8), Remembering())
+    assert packed[-1] == (4, 8)
 
 
 def test_gates_names_with_glob_characters_can_be_named_exactly():

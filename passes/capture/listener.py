@@ -29,7 +29,7 @@ import torch
 from .draws import Generators, outside_draws
 from .frames import INTERNAL, OWN
 
-__all__ = ["SETTINGS", "Listener", "unheard"]
+__all__ = ["SETTINGS", "Listener", "deaf", "unheard"]
 
 SETTINGS: Mapping[str, Callable[[], Any]] = {          # a graph holds while these answer as they did
     "torch.compiler.is_compiling": torch.compiler.is_compiling,
@@ -220,6 +220,17 @@ def unheard(method: Callable[..., Any]) -> Callable[..., Any]:
                 if before is not None:
                     sys.setprofile(before)
     return called
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+    """Nobody listens to what runs inside: schemes and observers are no code of the model."""
+    before = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def _is_standard(code: types.CodeType) -> bool:
