@@ -465,6 +465,17 @@ def test_a_parameter_that_is_frozen_or_thawed_after_quantizing(asks, name):
                 assert torch.equal(small(x), model(x))
 
 
+@pytest.mark.parametrize("part", ["", "child"])
+def test_the_mode_of_one_module_alone(part):
+    child = net(lambda self, x: -self.a(x) if self.training else self.a(x), **layers("a"))
+    model = net(lambda self, x: self.child(x) * (2 if self.training else 1), child=child).eval()
+    small, x = inro_fx.quantize_graph(model, torch.randn(2, 8), Identity()), torch.randn(3, 8)
+    for training in (True, False):
+        for m in (model, small):
+            m.get_submodule(part).training = training
+        assert torch.equal(small(x), model(x))
+
+
 # ---- gradients inside ----
 
 MODES = {
