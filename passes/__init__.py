@@ -6,6 +6,7 @@
     capture/clone, example       the copy that is worked on, the inputs, and how outputs are compared
     capture/state, draws         one run of the float model: its output, what it writes to, what it draws
     capture/listener, frames     what its code asks of Python, where no tensor is asked
+    capture/bytecode             the questions that make no call, and what is under ``try``
     capture/proxy, tracer        traced values that carry the example's, and the graph that they leave
     capture/questions            what the code asks of them, which is guarded
     capture/values, operators    what it gets for a node's value; what torch's functions do, by name

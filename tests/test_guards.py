@@ -1,5 +1,6 @@
 """What Python learns about a value holds for the next call too, or the graph does not answer it: never silently another answer."""
 
+import contextlib
 import copy
 import functools
 import json
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from models import relative
 from test_capture import net
 from torch import nn
 from torch.utils._pytree import tree_flatten
@@ -463,6 +465,53 @@ def test_a_parameter_that_is_frozen_or_thawed_after_quantizing(asks, name):
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
                 assert torch.equal(small(x), model(x))
+
+
+def counting_hook():
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: counting_hook.calls.append(1))
+    counting_hook.calls = []
+    return contextlib.closing(type("Handle", (), {"close": staticmethod(handle.remove)}))
+
+
+AROUND = {                     # what surrounds a call, and a forward that can tell
+    "hooks on all modules": (counting_hook, lambda self, x: self.a(x)),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), lambda self, x: self.a(x)),
+    "inference mode": (torch.inference_mode, lambda self, x: self.a(x) if (x * 2).is_inference() else self.b(x)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_surrounds_a_call(around):
+    context, forward = AROUND[around]
+    model = net(forward, **layers("a", "b"))
+    small, x = inro_fx.quantize_graph(model, torch.randn(2, 8), Identity()), torch.randn(3, 8)
+    for _ in range(2):
+        seen = []
+        for m in (model, small):
+            with context():
+                seen.append((m(x), len(getattr(counting_hook, "calls", ()))))
+        assert alike(seen[0], seen[1])
+        assert alike(small(x), model(x))
+
+
+def test_a_dtype_that_follows_from_the_weights():
+    def forward(self, x):
+        y = self.table(x)
+        return y if y.dtype == torch.float32 else -y
+    model, x = net(forward, table=nn.Embedding(8, 8)), torch.arange(6)
+    small = inro_fx.quantize_graph(model, x[:3])
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        got, want = small.to(dtype)(x), model.to(dtype)(x)
+        assert got.dtype == want.dtype == dtype
+        assert relative(want.float(), got.float()) < 0.05
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_dynamic", "int4"])
+def test_under_autocast_the_dtype_is_that_of_the_float_model(scheme):
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    small, x = inro_fx.quantize_graph(model, torch.randn(2, 8), scheme), torch.randn(3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert small(x).dtype == model(x).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("part", ["", "child"])

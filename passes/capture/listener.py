@@ -11,21 +11,19 @@ The calls that torch's own code makes are its own affair.
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import gc
 import inspect
-import itertools
 import os
 import sys
 import sysconfig
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from .bytecode import questions_of, tries_of
 from .draws import Generators, outside_draws
 from .frames import INTERNAL, OWN
 
@@ -73,18 +71,21 @@ class Listener:
         self.drew = False                       # from Python's or numpy's generators
         self.may_draw = False                   # from numpy's generator, whose methods make no event: the code can reach it
         self.seeded = False                     # torch's generator
-        self.catches = False                    # exceptions
+        self.suppressing = 0                    # how many blocks of contextlib.suppress it is in
+        self.catching = False                   # does any of the code catch exceptions?
         self.calling = ""                       # the function of C that was called last
         self.reached: list[tuple[str, Any]] = []             # globals and closures that the code names: (name, value's holder)
         self._closures: dict[int, tuple[str, Any]] = {}      # closures by id; those of calls that are over die with these
         self._notes: list[tuple[str, Any, Any]] = []         # (name, container or the names that it is among, what was in it)
         self._known: dict[types.CodeType, bool] = {}        # code -> is it torch's or ours?
+        self._outermost: types.CodeType | None = None          # who began to listen
         self._before: Any = None
         self._generators = Generators()
         self._collecting: set[Any] = set()      # the code of callbacks of Python's garbage collector, which runs at any moment
         self._aside: types.FrameType | None = None             # such a callback, while it runs
 
     def __enter__(self) -> Listener:
+        self._outermost = sys._getframe(1).f_code
         self._collecting = {getattr(getattr(f, "__func__", f), "__code__", None) for f in gc.callbacks}
         self._before = sys.getprofile()
         sys.setprofile(self._hear)
@@ -111,12 +112,13 @@ class Listener:
             internal = self._known.get(code)
             if internal is None:
                 internal = self._known[code] = code.co_filename.startswith(INTERNAL)
-                self.catches = self.catches or code is contextlib.suppress.__exit__.__code__
                 if not internal and not _is_standard(code):
                     self._read(code)
                     self._reach(frame)
             if internal and (code in _SETTING_OF or code in _REFUSAL_OF):
                 self._heard(code, frame.f_back)
+            if code in SUPPRESS:
+                self.suppressing += SUPPRESS[code]
         elif event == "c_call":
             if not frame.f_code.co_filename.startswith(OWN):
                 self.calling = getattr(argument, "__name__", "")
@@ -200,9 +202,21 @@ class Listener:
         """What the code of a function that runs may ask of a value without calling anything."""
         asked = questions_of(code)
         self.facts |= asked & {"identity", "dtype", "device"}
-        self.catches = self.catches or "catches" in asked
+        self.catching = self.catching or bool(tries_of(code))
         if "type" in asked:
             self.refusal = self.refusal or f"compares the type of a value in {code.co_name}"
+
+
+    def caught(self) -> bool:
+        """Would the code catch what is raised now?"""
+        if self.suppressing:
+            return True
+        frame: Any = sys._getframe(1) if self.catching else None
+        while frame is not None and frame.f_code is not self._outermost:
+            if self._known.get(frame.f_code) is False and any(start <= frame.f_lasti < end for start, end in tries_of(frame.f_code)):
+                return True
+            frame = frame.f_back
+        return False
 
 
 def unheard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,6 +253,7 @@ def _is_standard(code: types.CodeType) -> bool:
     return (file.startswith(STANDARD) and "site-packages" not in file) or (file == "<string>" and code.co_name.startswith("__"))
 
 
+SUPPRESS = {contextlib.suppress.__enter__.__code__: 1, contextlib.suppress.__exit__.__code__: -1}
 WRAPPERS = (torch.utils._contextlib.__file__, torch._compile.__file__, os.path.join(os.path.dirname(torch.__file__), "_dynamo"))
 STANDARD = sysconfig.get_path("stdlib")
 _C_FUNCTIONS = {id, *(f for f in (*_SETTING_OF, *_REFUSAL_OF) if not isinstance(f, types.CodeType))}
@@ -259,63 +274,3 @@ def _differs(name: str, held: Any, before: Any) -> bool:
 def place(frame: types.FrameType) -> str:
     """``modeling.py:120``."""
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-
-
-_read: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
-TENSOR_TYPES = {f"{kind}Tensor" for kind in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")}
-
-
-def questions_of(code: types.CodeType) -> frozenset[str]:
-    r""""type" where a type that was asked for is compared or looked up, "identity" for ``is`` between two values, "dtype" and
-    "device" for names such as FloatTensor, "catches" for ``except``.
-
-    >>> sorted(questions_of(compile("type(x) is int or y is z", "", "eval")))
-    ['identity', 'type']
-    >>> questions_of(compile("x.device.type in ('cpu', 'mps')", "", "eval"))
-    frozenset()
-    >>> questions_of(compile("x is None or f(type(x).__name__) or type(x).forward is g", "", "eval"))
-    frozenset()
-    >>> questions_of(compile("type(x.shape) is torch.Size", "", "eval"))
-    frozenset({'type'})
-    >>> questions_of(compile("x[0] is x[1]", "", "eval"))
-    frozenset({'identity'})
-    >>> questions_of(compile("try: f()\nexcept ValueError: pass", "", "exec"))
-    frozenset({'catches'})
-    """
-    if code not in _read:
-        _read[code] = frozenset(_questions(code))
-    return _read[code]
-
-
-def _questions(code: types.CodeType) -> Iterator[str]:
-    names = {*code.co_names}
-    if names & TENSOR_TYPES:
-        yield from ("dtype", "device")
-    used = {*code.co_code[::2]}
-    if used & HANDLES:
-        handlers = [i.opname for i in dis.get_instructions(code) if i.opname not in SILENT]
-        if any(name in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH") or (name == "PUSH_EXC_INFO" and after == "POP_TOP")
-               for name, after in itertools.pairwise(handlers)):
-            yield "catches"
-    if not names & {"type", "__class__"} and dis.opmap["IS_OP"] not in used:
-        return
-    steps = [i for i in dis.get_instructions(code) if i.opname not in SILENT]
-    asked = attribute = -NEAR                        # where type(...) or .__class__ was read last, and an attribute of that
-    for index, step in enumerate(steps):
-        if (step.opname.startswith("LOAD") and step.argval == "__class__") or (step.opname in NAMES and step.argval == "type"):
-            asked = index
-        elif asked >= 0 and step.opname in ("LOAD_ATTR", "LOAD_METHOD") and not str(step.argval).startswith("__") and index - asked == (
-                1 if steps[asked].argval == "__class__" else 3 if steps[index - 1].opname.startswith("CALL") else 0):
-            asked, attribute = -NEAR, index          # type(self).forward is what the class has, and no question for the class
-        if step.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR") and index - asked < NEAR:
-            yield "type"
-        elif step.opname == "IS_OP" and index - attribute >= NEAR and not any(
-                s.opname == "LOAD_CONST" and s.argval in (None, True, False, ...) and type(s.argval) is not int
-                for s in steps[max(index - 2, 0):index]):
-            yield "identity"
-
-
-HANDLES = {dis.opmap[name] for name in ("PUSH_EXC_INFO", "JUMP_IF_NOT_EXC_MATCH") if name in dis.opmap}
-NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")          # device.type is an attribute, and no question for a class
-SILENT = ("CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG", "RESUME")
-NEAR = 7                   # instructions between the question for a type and what is done with it

@@ -81,6 +81,7 @@ class Tracer:
         self.asked = Questions(self, self.listener)
         self.settings: dict[str, Any] = {}
         self.effect: str | None = None
+        self.caught = False                     # would the traced code catch what an operator raises?
         self.raised = False                     # did an operator raise, and the traced code go on?
         self.resting = False                    # functions of torch are not recorded: the tracer itself calls them
         self._kept: set[int] = set()            # storages that outlive the call: of inputs, weights and other state
@@ -100,8 +101,8 @@ class Tracer:
         self.settings = self.listener.settings
         if self.raised:
             raise TraceError("catches an exception that an operator raised")
-        if self.effect is not None and self.listener.catches:
-            raise TraceError(f"may catch what an operator raises after {self.effect}")
+        if self.effect is not None and self.caught:
+            raise TraceError(f"may catch what an operator raises, beside {self.effect}")
         return result
 
     def _heed(self) -> None:
@@ -270,6 +271,7 @@ class Tracer:
         if isinstance(target, torch._ops.HigherOrderOperator):
             raise TraceError(f"calls torch.{target.name()}, whose branches are code of their own")
         self._heed()
+        self.caught = self.caught or self.listener.caught()
         node_args, node_kwargs = self.create_arg(args), self.create_arg(kwargs)
         example_args, example_kwargs = examples(args), examples(kwargs)
         proxies = [p for p in proxies_in((args, kwargs)) if p.tracer is self]
