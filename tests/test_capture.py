@@ -606,3 +606,16 @@ def test_the_name_of_a_tensors_type_is_a_fact():
     small = inro_fx.quantize_graph(right, torch.randn(2, 8))
     for x in (torch.randn(2, 8), torch.randn(2, 8, dtype=torch.float64), torch.ones(2, 8, dtype=torch.int64)):
         assert relative(right(x), small(x)) < 0.02
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_of_a_module_that_only_a_list_holds(frozen):
+    hidden = [nn.Linear(8, 8).requires_grad_(not frozen)]
+    model = net(lambda self, x: F.linear(self.fc(x), hidden[0].weight, hidden[0].bias), fc=nn.Linear(8, 8))
+    small = inro_fx.quantize_graph(model, torch.randn(2, 8), Identity())
+    assert one_graph(small)
+    for _ in range(2):
+        x = torch.randn(3, 8)
+        assert torch.equal(small(x), model(x))
+        with torch.no_grad():
+            hidden[0].weight.mul_(2)

@@ -159,7 +159,7 @@ class Session:
         while hasattr(module, f"_constant_{number}"):
             number += 1
         name = f"_constant_{number}"
-        adopt(module, name, tensor.detach() if tensor.requires_grad else tensor)
+        adopt(module, name, tensor.detach() if tensor.requires_grad or isinstance(tensor, nn.Parameter) else tensor)
         self.state.see_buffer(f"{path}.{name}".lstrip("."), module._buffers[name])
         return name
 
