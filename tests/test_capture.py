@@ -13,6 +13,7 @@ from models import relative
 from torch import nn
 
 import inro_fx
+from inro_fx.passes.scheme import Identity
 
 
 def net(forward, **children):
