@@ -494,6 +494,23 @@ def test_what_surrounds_a_call(around):
         assert alike(small(x), model(x))
 
 
+LAYOUTS = {                    # a question about how an input lies in memory, and how it was made
+    "stride": lambda x: x.stride(0) == 8, "contiguous": lambda x: x.is_contiguous(), "strides of a product": lambda x: (x * 2).stride()[0] == 8,
+    "contiguous product": lambda x: (x * 2).is_contiguous(), "offset": lambda x: x.storage_offset() == 0, "made in inference mode": lambda x: not x.is_inference(),
+    "a part made in inference mode": lambda x: not x[:1].is_inference(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_how_an_input_lies_in_memory(layout):
+    model = net(lambda self, x: self.a(x) if LAYOUTS[layout](x) else self.b(x), **layers("a", "b"))
+    small = inro_fx.quantize_graph(model, torch.randn(8, 8), Identity())
+    with torch.inference_mode():
+        made = torch.randn(8, 8)
+    for x in (torch.randn(8, 8), torch.randn(8, 8).t(), torch.randn(9, 8)[1:], torch.randn(8, 16)[:, ::2], made, made.t(), torch.randn(8, 8)):
+        assert alike(small(x), model(x))
+
+
 def test_a_dtype_that_follows_from_the_weights():
     def forward(self, x):
         y = self.table(x)

@@ -95,9 +95,6 @@ class Runner:
             return "other inputs are the same tensor"
         if "inference" in call.facts and any(isinstance(v, torch.Tensor) and v.is_inference() for v in flat):
             return "inputs made in inference mode"
-        if self._strides and not compiling() and any(
-                isinstance(v, torch.Tensor) and not v.is_contiguous() for v in flat):
-            return "inputs with other strides"
         if self.functions.ask is not None:
             try:
                 self.functions.ask(*flat)
