@@ -68,29 +68,38 @@ class Example:
             return copies[id(x)]
         return tree_map(copied, self.args), tree_map(copied, self.kwargs)
 
-    def other_sizes(self) -> Iterator[tuple[str, Example]]:
-        """The same example with one more entry along each size of its tensors, everywhere that size stands; then with one row alone.
+    def other_sizes(self) -> Iterator[list[tuple[str, Example]]]:
+        """The same example at other sizes: of each list the first, or else (where the model does not take that) all of the others.
 
-        The batch comes first. Sizes of 1 are grown only as the batch: elsewhere they are as a rule there to be broadcast.
+        One row more, and one more entry along each size of its tensors, everywhere that size stands; one row alone. Sizes of 1 are grown
+        only as the batch: elsewhere they are as a rule there to be broadcast.
         """
         tensors = [x for x in tree_leaves((self.args, self.kwargs)) if _is_plain(x)]
         rows = next((x.shape[0] for x in tensors if x.dim()), 0)
         offsets = {x.shape[0] for x in tensors if x.dim() == 1 and not x.is_floating_point()}          # positions into something else
-        sizes = [n for n in dict.fromkeys(n for x in tensors for n in x.shape if n > 1) if n not in offsets]
-        if rows:
-            yield "with one row more", self._resized(rows, lambda x, d: torch.cat([x, x.narrow(d, 0, 1)], d), first=True)
-        for size in sizes[:MOST_SIZES]:
-            yield f"with {size + 1} in the place of {size}", self._resized(size, lambda x, d: torch.cat([x, x.narrow(d, 0, 1)], d))
+        sizes = [n for n in dict.fromkeys(n for x in tensors for n in x.shape if n > 1) if n not in offsets][:MOST_SIZES]
+        texts = [*(["one row more"] if rows else []), *(f"{n + 1} in the place of {n}" for n in sizes)]
+        alone = [*([self._resized((), rows, _longer)] if rows else []), *(self._resized((n,), 0, _longer) for n in sizes)]
+        each = [(f"with {text}", other) for text, other in zip(texts, alone, strict=True)]
+        if len(each) > 1:
+            yield [("with " + ", ".join(texts), self._resized(tuple(sizes), rows, _longer)), *each]
+        elif each:
+            yield each
         if rows > 1:
-            yield "with one row", self._resized(rows, lambda x, d: x.narrow(d, 0, 1).clone(), first=True)
+            yield [("with one row", self._resized((), rows, lambda x, d: x.narrow(d, 0, 1).clone()))]
 
-    def _resized(self, size: int, change: Callable[[Tensor, int], Tensor], first: bool = False) -> Example:
+    def _resized(self, sizes: tuple[int, ...], rows: int, change: Callable[[Tensor, int], Tensor]) -> Example:
+        """With every dimension of one of these sizes, and every first one of ``rows``, changed."""
         def resized(x: Any) -> Any:
-            for dim in range(x.dim() if _is_plain(x) else 0):
-                if x.shape[dim] == size and (dim == 0 or not first):
+            for dim, size in enumerate(x.shape if _is_plain(x) else ()):
+                if size in sizes or (size == rows and dim == 0):
                     x = change(x, dim)
             return x
         return dataclasses.replace(self, args=tree_map(resized, self.args), kwargs=tree_map(resized, self.kwargs))
+
+
+def _longer(x: Tensor, dim: int) -> Tensor:
+    return torch.cat([x, x.narrow(dim, 0, 1)], dim)
 
 
 def _is_plain(x: Any) -> bool:
