@@ -30,6 +30,7 @@ from .ops.embedding import embedding
 from .ops.linear import linear
 from .ops.linear_dynamic import linear_dynamic
 from .ops.linear_static import linear_static
+from .ops.recurrent import recurrent
 from .passes.capture.example import Example
 from .passes.run.weights import PackedWeights
 
@@ -37,6 +38,7 @@ __all__ = ["export_onnx"]
 
 OPSET = 21                 # the first with DequantizeLinear of 4-bit and 16-bit integers, and of blocks
 MOST_BYTES = 2**31 - 1     # of one protobuf message
+ONNX_GATES = {"lstm": (0, 3, 1, 2), "gru": (1, 0, 2), "tanh": (0,), "relu": (0,)}          # torch's gates in the order of ONNX
 SIZE = object()            # in the steps of a program: a number that depends on the sizes of its inputs
 FLOAT, UINT8, INT8, INT16, INT32, DOUBLE = 1, 2, 3, 5, 6, 11        # ONNX's numbers of dtypes
 
@@ -267,8 +269,31 @@ def _translations() -> dict[Any, Callable]:
         y = op.Mul(op.Mul(op.Cast(exact, to=FLOAT), input_scale), op.Transpose(scale, perm=[1, 0]))
         return op.CastLike(y if bias is None else op.Add(y, op.Cast(bias, to=FLOAT)), x)
 
+    def onnx_recurrent(x: Any, h: Any, c: Any, batch_sizes: Any, codes_ih: Any, scale_ih: Any, codes_hh: Any, scale_hh: Any, bias_ih: Any,
+                       bias_hh: Any, codes_hr: Any, scale_hr: Any, cell: str, reverse: bool, dynamic: bool, bits: int, group: int) -> Any:
+        """As ONNX's own layer on dequantized weights, whose gates stand in another order. Its activations are floats."""
+        if batch_sizes is not None or codes_hr is not None:
+            raise ValueError("ONNX has no recurrent layers of packed sequences, and none with projections")
+        hidden = h.shape[-1]
+
+        def reordered(gates: Any) -> Any:
+            parts = [op.Slice(gates, ints(i * hidden), ints((i + 1) * hidden), ints(0)) for i in ONNX_GATES[cell]]
+            return op.Concat(*parts, axis=0)
+
+        def weight(codes: Any, scale: Any, columns: int) -> Any:
+            return op.Unsqueeze(reordered(onnx_dequantize(codes, scale, bits, group, columns, x.dtype)), ints(0))
+        biases = None if bias_ih is None else op.Unsqueeze(op.Concat(reordered(bias_ih), reordered(bias_hh), axis=0), ints(0))
+        given = [x, weight(codes_ih, scale_ih, x.shape[-1]), weight(codes_hh, scale_hh, hidden), biases, None, op.Unsqueeze(h, ints(0))]
+        how = {"hidden_size": hidden, "direction": "reverse" if reverse else "forward"}
+        if cell == "lstm":
+            y, last, last_c = op.LSTM(*given, op.Unsqueeze(c, ints(0)), **how)
+            return op.Squeeze(y, ints(1)), op.Squeeze(last, ints(0)), op.Squeeze(last_c, ints(0))
+        y, last = op.GRU(*given, linear_before_reset=1, **how) if cell == "gru" else op.RNN(*given, activations=[cell.capitalize()], **how)
+        return op.Squeeze(y, ints(1)), op.Squeeze(last, ints(0)), op.Identity(h)             # nothing reads the third
+
     table: dict[Any, Callable] = {dequantize: onnx_dequantize, linear: onnx_linear, embedding: onnx_embedding,
-                                  linear_dynamic: onnx_linear_dynamic, linear_static: onnx_linear_static}
+                                  linear_dynamic: onnx_linear_dynamic, linear_static: onnx_linear_static,
+                                  recurrent: onnx_recurrent}
     return {overload: translation for operator, translation in table.items() for overload in _overloads(operator)}
 
 

@@ -27,6 +27,7 @@ from .passes.capture.example import tensors_in
 from .passes.capture.session import Session
 from .passes.program import Program, meta_of, shape_of
 from .passes.run.forward import GraphForward
+from .passes.scheme import activation_of_scheme
 from .passes.solve.plan import Plan, Target, Weight
 
 __all__ = ["ProgramCalls", "Report", "Row", "Skipped", "report"]
@@ -168,6 +169,8 @@ def _kernel_of(programs: Mapping[str, Program], target: Target, weight: Weight) 
     meta = meta_of(node)
     name = meta.get("kernel", f"dequantize + {target.use.op}")
     operator, scheme = name.removeprefix("inro_fx."), weight.scheme
+    if operator == "recurrent":                                # its products are those of a linear
+        operator = "linear_dynamic" if activation_of_scheme(scheme) == "dynamic" else "linear"
     if operator in ("linear", "linear_dynamic", "linear_static", "embedding"):
         shape = shape_of(node.args[0])
         rows = math.prod(shape[:-1]) if shape is not None else 0

@@ -136,12 +136,12 @@ CARRIERS: tuple[Carrier, ...] = (
     Carrier("embedding_bag", ("embedding_bag",), ("weight", "indices", "offsets"), {"weight": _last}),
     Carrier("index", ("getitem", "__getitem__", "index"), ("input", "index"), {"input": _indexed}, fused="embedding"),
     Carrier("index_select", ("index_select",), ("input", "dim", "index"), {"input": _last}, fused="embedding"),
-    Carrier("lstm", ("lstm",), ("input", "hx", "params"), {"params": _last}, "input", listed=True),
-    Carrier("gru", ("gru",), ("input", "hx", "params"), {"params": _last}, "input", listed=True),
-    Carrier("rnn", ("rnn_tanh", "rnn_relu"), ("input", "hx", "params"), {"params": _last}, "input", listed=True),
-    Carrier("lstm_cell", ("lstm_cell",), _CELL, {"w_ih": _last, "w_hh": _last}, "input"),
-    Carrier("gru_cell", ("gru_cell",), _CELL, {"w_ih": _last, "w_hh": _last}, "input"),
-    Carrier("rnn_cell", ("rnn_tanh_cell", "rnn_relu_cell"), _CELL, {"w_ih": _last, "w_hh": _last}, "input"),
+    Carrier("lstm", ("lstm",), ("input", "hx", "params"), {"params": _last}, "input", "recurrent", listed=True),
+    Carrier("gru", ("gru",), ("input", "hx", "params"), {"params": _last}, "input", "recurrent", listed=True),
+    Carrier("rnn", ("rnn_tanh", "rnn_relu"), ("input", "hx", "params"), {"params": _last}, "input", "recurrent", listed=True),
+    Carrier("lstm_cell", ("lstm_cell",), _CELL, {"w_ih": _last, "w_hh": _last}, "input", "recurrent"),
+    Carrier("gru_cell", ("gru_cell",), _CELL, {"w_ih": _last, "w_hh": _last}, "input", "recurrent"),
+    Carrier("rnn_cell", ("rnn_tanh_cell", "rnn_relu_cell"), _CELL, {"w_ih": _last, "w_hh": _last}, "input", "recurrent"),
 )
 LOOKUPS = frozenset({"embedding", "embedding_bag", "index", "index_select"})          # they pick rows and multiply nothing
 _BY_NAME = {name: carrier for carrier in CARRIERS for name in carrier.names}

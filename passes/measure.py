@@ -182,7 +182,8 @@ def run_float(session: Session, example: Example, rewritten: Mapping[str, Progra
     observers = {}
     readers = _last_readers(session, weights) if release is not None else {}
     for path, program in session.captures.items():
-        observe, needs = _isolating(session, rewritten[path], {t.key: errors[t.key] for t in targets if t.capture == path}, pack, progress)
+        here = {t.key: errors[t.key] for t in targets if t.capture == path}
+        observe, needs = _isolating(session, rewritten[path], here, weights, pack, progress)
         if not path and readers and release is not None:
             observe = _releasing(observe, readers, release)
         observers[path] = Watched(program.graph, observe, needs)
@@ -219,7 +220,7 @@ def _releasing(observe: Observe, readers: Mapping[fx.Node, list[str]], release: 
     return both
 
 
-def _isolating(session: Session, program: Program, errors: Mapping[Key, Errors], pack: Pack,
+def _isolating(session: Session, program: Program, errors: Mapping[Key, Errors], weights: Mapping[str, Weight], pack: Pack,
                progress: Callable[[], None]) -> tuple[Observe, dict[str, set[fx.Node]]]:
     """Compares, at the float node that each use's probe names, the float value with the quantized program's on the same inputs."""
     module = session.root.get_submodule(program.path)
@@ -233,13 +234,19 @@ def _isolating(session: Session, program: Program, errors: Mapping[Key, Errors],
             at.setdefault(probe.twin, []).append((record, by_name[probe.node], constant))
             needs.setdefault(probe.twin, set()).update(_float_inputs(by_name[probe.node], floats))
 
+    def floats_of(constant: str) -> Mapping[str, Tensor]:
+        """The parts of a weight that stays float: its matrix in the place of codes, and scales of 1."""
+        weight = weights[constant]
+        matrix = weight.layout.matrix(session.tensor(constant).detach())
+        return {part: matrix if i == 0 else matrix.new_ones(1, 1) for i, part in enumerate(weight.scheme.parts)}
+
     def observe(node: fx.Node, env: Mapping[fx.Node, Any], value: Any) -> None:
         out = _main_tensor(value) if node.name in at else None
         if out is None:
             return
         for record, twin, constant in at[node.name]:
             if len(record.samples) < MOST_CALLS:
-                got = _main_tensor(_Evaluation(module, constant, env, floats, pack, len(at[node.name]) > 1).of(twin))
+                got = _main_tensor(_Evaluation(module, constant, env, floats, pack, floats_of if len(at[node.name]) > 1 else None).of(twin))
                 if got is not None and got.shape == out.shape:
                     noise, signal = _squares(out, got)
                     record.noise, record.signal, record.calls = record.noise + noise, record.signal + signal, record.calls + 1
@@ -271,13 +278,14 @@ def _of_weight(node: fx.Node) -> bool:
 class _Evaluation:
     """A node of the quantized program on the float run's values, with the weight ``constant`` as its codes say.
 
-    Where ``several`` weights meet in one operator, the others stay float. Values that the float run has are taken from there; what the
-    quantized program has of its own is computed back to those.
+    Where several weights meet in one operator, the others stay float: ``others`` gives their parts. Values that the float run has are
+    taken from there; what the quantized program has of its own is computed back to those.
     """
 
     def __init__(self, module: nn.Module, constant: str, env: Mapping[fx.Node, Any], floats: Mapping[str, fx.Node], pack: Pack,
-                 several: bool):
-        self.module, self.constant, self.env, self.floats, self.pack, self.several = module, constant, env, floats, pack, several
+                 others: Pack | None):
+        self.module, self.constant, self.env, self.floats, self.pack, self.others = module, constant, env, floats, pack, others
+        self.known: dict[fx.Node, Any] = {}
 
     def of(self, node: fx.Node) -> Any:
         """Raises `SchemeError` naming the weight where the program fails."""
@@ -293,14 +301,17 @@ class _Evaluation:
         meta = meta_of(node)
         stored, view = meta.get("stored"), meta.get("alias", meta.get("pieces_of"))
         if stored is not None:
-            return self.pack(stored.constant)[stored.part]
+            own = self.others is None or stored.constant == self.constant
+            return (self.pack if own or self.others is None else self.others)(stored.constant)[stored.part]
         twin = self.floats.get(meta.get("twin", ""))
         value = ABSENT if twin is None else self.env.get(twin, ABSENT)
         of_weight = _of_weight(node)
-        if value is not ABSENT and self.several and of_weight and view is not None and view.constant != self.constant:
+        if value is not ABSENT and self.others is not None and of_weight and view is not None and view.constant != self.constant:
             return value
         if node.op == "get_attr" or of_weight or value is ABSENT:
-            return evaluate(self.module, node, self.value_of)
+            if node not in self.known:
+                self.known[node] = evaluate(self.module, node, self.value_of)
+            return self.known[node]
         return value
 
 

@@ -5,8 +5,8 @@ Importing this package registers all of them.
 """
 
 from ..kernels import register
-from . import dequantize, embedding, linear, linear_dynamic, linear_static
+from . import dequantize, embedding, linear, linear_dynamic, linear_static, recurrent
 
-__all__ = ["dequantize", "embedding", "linear", "linear_dynamic", "linear_static"]
+__all__ = ["dequantize", "embedding", "linear", "linear_dynamic", "linear_static", "recurrent"]
 
 register()

@@ -99,6 +99,8 @@ class Uniform:
     def operator(self, op: str) -> tuple[Callable[..., Any], tuple[Any, ...]] | str:
         if op in ("linear", "embedding"):
             return getattr(torch.ops.inro_fx, op).default, (self.bits, self.group)
+        if op == "recurrent":
+            return torch.ops.inro_fx.recurrent.default, (self.activation == "dynamic", self.bits, self.group)
         return f"no integer operator for {op}"
 
 

@@ -68,8 +68,9 @@ class Example:
             return copies[id(x)]
         return tree_map(copied, self.args), tree_map(copied, self.kwargs)
 
-    def other_sizes(self) -> Iterator[list[tuple[str, Example]]]:
+    def other_sizes(self, fragile: bool = False) -> Iterator[list[tuple[str, Example]]]:
         """The same example at other sizes: of each list the first, or else (where the model does not take that) all of the others.
+        Of a ``fragile`` model, which may crash where sizes do not fit, one row more alone.
 
         One row more, and one more entry along each size of its tensors, everywhere that size stands; one row alone. Sizes of 1 are grown
         only as the batch: elsewhere they are as a rule there to be broadcast.
@@ -79,16 +80,19 @@ class Example:
         offsets = {x.shape[0] for x in tensors if x.dim() == 1 and not x.is_floating_point()}          # positions into something else
         sizes = [n for n in dict.fromkeys(n for x in tensors for n in x.shape if n > 1) if n not in offsets][:MOST_SIZES]
         texts = [*(["one row more"] if rows else []), *(f"{n + 1} in the place of {n}" for n in sizes)]
-        alone = [*([self._resized((), rows, _longer)] if rows else []), *(self._resized((n,), 0, _longer) for n in sizes)]
+        alone = [*([self._resized((), rows, _longer)] if rows else []), *(self._resized((n,), None, _longer) for n in sizes)]
         each = [(f"with {text}", other) for text, other in zip(texts, alone, strict=True)]
+        if fragile:
+            yield from [each[:1]] if rows else []
+            return
         if len(each) > 1:
-            yield [("with " + ", ".join(texts), self._resized(tuple(sizes), rows, _longer)), *each]
+            yield [("with " + ", ".join(texts), self._resized(tuple(sizes), rows or None, _longer)), *each]
         elif each:
             yield each
         if rows > 1:
             yield [("with one row", self._resized((), rows, lambda x, d: x.narrow(d, 0, 1).clone()))]
 
-    def _resized(self, sizes: tuple[int, ...], rows: int, change: Callable[[Tensor, int], Tensor]) -> Example:
+    def _resized(self, sizes: tuple[int, ...], rows: int | None, change: Callable[[Tensor, int], Tensor]) -> Example:
         """With every dimension of one of these sizes, and every first one of ``rows``, changed."""
         def resized(x: Any) -> Any:
             for dim, size in enumerate(x.shape if _is_plain(x) else ()):
@@ -181,7 +185,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
     if not bool((usual | same).all()):
         return float("inf")
     x, y = (torch.where(usual, t, 0).double() for t in (a, b))
-    return float((x - y).norm() / x.norm().clamp(min=1e-30))
+    return float(((x - y).norm() / x.norm().clamp(min=1e-30)).item())
 
 
 def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,7 +50,7 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", rungs: tuple[
         rewind(root, {**told.written, **told.apart})
         session.ignores_draws = session.ignores_draws and compare(want, run(root, example)) is None
         session.state.restore()
-    others = list(itertools.islice(_other_sizes(session, example, told.compiled), 1 if told.fragile else None))
+    others = list(_other_sizes(session, example, told.compiled, told.fragile))
     _climb(session, example, want, others, ("export",) if mode == "export" else rungs)
     if mode != "export" and unreached:
         with listening(root):
@@ -74,9 +73,9 @@ def _note_state(session: Session, written: dict[str, Tensor], replaced: tuple[st
         session.refuse(name.rpartition(".")[0], f"writes to its state {name}")
 
 
-def _other_sizes(session: Session, example: Example, compiled: bool) -> Iterator[tuple[str, Example, Any]]:
+def _other_sizes(session: Session, example: Example, compiled: bool, fragile: bool) -> Iterator[tuple[str, Example, Any]]:
     """What the model itself gives at other sizes than the example's, where it takes them."""
-    for first, *others in example.other_sizes():
+    for first, *others in example.other_sizes(fragile):
         for number, (label, other) in enumerate((first, *others)):
             if not compiled:
                 other = dataclasses.replace(other, draws=True)      # another branch may, and the generator is the user's

@@ -6,8 +6,8 @@
     after     linear = inro_fx.linear(x, codes, scale, bias, ...)
 
 A linear may be spelled linear(x, w), x @ w, x @ w.t(), mm or addmm, and its weight may be rows of a larger one (the packed
-projections of attention); a lookup may be spelled embedding(ids, w), w[ids] or index_select. What is not fused stays
-unpack-then-operator, and says why in ``meta["unfused"]``.
+projections of attention); a lookup may be spelled embedding(ids, w), w[ids] or index_select; recurrent layers are in
+fuse_recurrent.py. What is not fused stays unpack-then-operator, and says why in ``meta["unfused"]``.
 """
 
 from __future__ import annotations
@@ -17,78 +17,57 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..carriers import Use, arithmetic_before, carrier_of
+from ..carriers import Use, arithmetic_before
 from ..constants import Alias
-from ..program import Context, Program, annotate, meta_of, shape_of
+from ..program import Context, Program, annotate, meta_of
 from ..solve.plan import Weight, uses_of
 from .driver import Match, Rule, apply_rules, drop_unread
+from .fuse_recurrent import RECURRENT
+from .uses import call_of, constant_chain, finds, fused, operator_of, parts_of, rank_of, used, whole
 
 __all__ = ["FUSIONS", "fuse"]
 
 
 def fuse(program: Program, context: Context) -> Program:
     """Operators on decided weights are fused where the scheme allows."""
-    fused = apply_rules(program, context, FUSIONS)
-    drop_unread(fused.graph)
-    reasons = {node: reason for rule, node, reason in fused.log if rule.startswith("fuse") and reason}
-    for node in fused.graph.nodes:
+    program = apply_rules(program, context, FUSIONS)
+    drop_unread(program.graph)
+    reasons = {node: reason for rule, node, reason in program.log if rule.startswith("fuse") and reason}
+    for node in program.graph.nodes:
         for use in uses_of(node):
             if use.constant in context.weights:
                 annotate(node, kernel=f"dequantize + {use.op}", unfused=reasons.get(node.name) or f"no rule fuses {use.op}")
                 for step in arithmetic_before(node, use) if use.computed else ():
                     meta_of(step)["unpacks"] = use.constant
-    return fused
-
-
-def _use(node: fx.Node, context: Context) -> tuple[Use, Weight] | None:
-    """The use of a decided weight that a node is; the first, where it has several."""
-    for use in uses_of(node):
-        weight = context.weights.get(use.constant)
-        if weight is not None:
-            return use, weight
-    return None
-
-
-def _finds(operator: str) -> Any:
-    def find(node: fx.Node, context: Context) -> Match | None:
-        used = _use(node, context)
-        carrier = carrier_of(node.target) if used is not None else None
-        return Match.of(node) if carrier is not None and carrier.fused == operator else None
-    return find
-
-
-def _call(node: fx.Node) -> dict[str, Any]:
-    carrier = carrier_of(node.target)
-    assert carrier is not None
-    return carrier.bind(node.args, node.kwargs)
+    return program
 
 
 # ---- linear, matmul and addmm whose weight is a matrix, or rows of one ----
 
 def _linear_operands(node: fx.Node, use: Use) -> tuple[Any, Any, Any]:
     """(input, weight, bias) of a linear in any of its spellings."""
-    call = _call(node)
+    call = call_of(node)
     return call.get("mat1" if use.op == "addmm" else "input"), call[use.operand], None if use.op == "matmul" else call.get("bias")
 
 
 def _refuse_linear(match: Match, context: Context) -> str | None:
     node = match.root
-    use, weight = _used(node, context)
+    use, weight = used(node, context)
     operator = weight.scheme.operator("linear")
     if isinstance(operator, str):
         return operator
-    call, layout = _call(node), weight.layout
+    call, layout = call_of(node), weight.layout
     if use.operand in ("input", "mat1", "batch1"):
         return "the weight is the left factor"
-    alias = _whole(call[use.operand])
+    alias = whole(call[use.operand])
     if len(weight.constant.shape) != 2 or alias is None:
         return "the weight is not a plain matrix"
-    if use.op == "addmm" and (call.get("beta", 1) != 1 or call.get("alpha", 1) != 1 or _rank(call.get("bias")) != 1):
+    if use.op == "addmm" and (call.get("beta", 1) != 1 or call.get("alpha", 1) != 1 or rank_of(call.get("bias")) != 1):
         return "addmm with a scaled or two-dimensional bias"
     out, inner = (0, 1) if use.op == "linear" else (1, 0)
     if len(alias.axes) != 2 or not _runs(alias, out, layout.channels, weight) or not _runs(alias, inner, layout.reduced, weight):
         return "the weight is used along another axis than it is stored"
-    if not _constant_chain(call[use.operand]):
+    if not constant_chain(call[use.operand]):
         return "the part of the weight depends on the input"
     steps = (weight.constant.shape[1], 1)                     # of a contiguous matrix
     if any(alias.shape[axis] != 1 and alias.strides[axis] != steps[base[0]]
@@ -102,7 +81,7 @@ def _refuse_linear(match: Match, context: Context) -> str | None:
 
 
 def _fuse_linear(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
-    use, weight = _used(match.root, context)
+    use, weight = used(match.root, context)
     x, operand, bias = _linear_operands(match.root, use)
     alias = meta_of(operand)["alias"]
     out = 0 if use.op == "linear" else 1
@@ -110,19 +89,25 @@ def _fuse_linear(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
     if alias.shape[out] != weight.layout.rows:
         start = alias.offset // weight.layout.columns
         rows = slice(start, start + alias.shape[out])
-    function, trailing = _operator(weight, "linear")
-    return _fused(graph, function, (x, *_parts(graph, operand, weight, rows), bias, *trailing, weight.layout.columns))
+    function, trailing = operator_of(weight, "linear")
+    return fused(graph, function, (x, *parts_of(graph, operand, weight, rows), bias, *trailing, weight.layout.columns))
+
+
+def _runs(alias: Alias, axis: int, wanted: tuple[int, ...], weight: Weight) -> bool:
+    """Does this axis of the operand run over exactly these axes of the constant? (An axis of one entry runs over none.)"""
+    return alias.axes[axis] == wanted or (alias.shape[axis] == 1 and not alias.axes[axis]
+                                          and all(weight.constant.shape[a] == 1 for a in wanted))
 
 
 # ---- lookups in a whole table: rows are gathered as codes and dequantized after ----
 
 def _refuse_embedding(match: Match, context: Context) -> str | None:
-    use, weight = _used(match.root, context)
+    use, weight = used(match.root, context)
     operator = weight.scheme.operator("embedding")
     if isinstance(operator, str):
         return operator
-    call = _call(match.root)
-    alias = _whole(call[use.operand])
+    call = call_of(match.root)
+    alias = whole(call[use.operand])
     if call.get("max_norm") is not None:
         return "max_norm changes the table"
     if alias is None:
@@ -139,7 +124,7 @@ def _refuse_embedding(match: Match, context: Context) -> str | None:
         return "the index is no tensor of whole numbers in the first axis"
     if use.op == "index_select" and seen is not None and len(seen.shape) != 1:
         return "index_select with one number as a tensor"
-    return None if _constant_chain(call[use.operand]) else "the part of the table depends on the input"
+    return None if constant_chain(call[use.operand]) else "the part of the table depends on the input"
 
 
 def _ids(call: dict[str, Any]) -> Any:
@@ -156,96 +141,21 @@ def from_start(ids: Tensor, codes: Tensor, rows: int) -> Tensor:
 
 
 def _fuse_embedding(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
-    use, weight = _used(match.root, context)
-    call = _call(match.root)
+    use, weight = used(match.root, context)
+    call = call_of(match.root)
     ids = _ids(call)
-    function, trailing = _operator(weight, "embedding")
-    parts = _parts(graph, call[use.operand], weight, slice(None))
+    function, trailing = operator_of(weight, "embedding")
+    parts = parts_of(graph, call[use.operand], weight, slice(None))
     if use.op == "index":
         given, ids = ids, graph.call_function(from_start, (ids, parts[0], weight.constant.shape[0]))
         annotate(ids, module=meta_of(match.root)["module"], value=meta_of(given)["value"])
-    new = _fused(graph, function, (ids, *parts, *trailing, weight.layout.columns, weight.constant.dtype))
+    new = fused(graph, function, (ids, *parts, *trailing, weight.layout.columns, weight.constant.dtype))
     meta_of(new)["weight_dtype"] = weight.constant.dtype
     return new
 
 
 FUSIONS: tuple[Rule, ...] = (
-    Rule("fuse linear", _finds("linear"), _refuse_linear, _fuse_linear),
-    Rule("fuse embedding", _finds("embedding"), _refuse_embedding, _fuse_embedding),
+    Rule("fuse linear", finds("linear"), _refuse_linear, _fuse_linear),
+    Rule("fuse embedding", finds("embedding"), _refuse_embedding, _fuse_embedding),
+    *RECURRENT,
 )
-
-
-# ---- what the rules share ----
-
-def _used(node: fx.Node, context: Context) -> tuple[Use, Weight]:
-    used = _use(node, context)
-    assert used is not None
-    return used
-
-
-def _operator(weight: Weight, name: str) -> tuple[Any, tuple[Any, ...]]:
-    operator = weight.scheme.operator(name)
-    assert not isinstance(operator, str)
-    return operator
-
-
-def _whole(operand: fx.Node) -> Alias | None:
-    """The alias of an operand that is a view of a weight; None for an elementwise copy."""
-    alias = meta_of(operand).get("alias")
-    return alias if alias is not None and alias.view else None
-
-
-def _rank(value: Any) -> int | None:
-    shape = shape_of(value)
-    return None if shape is None else len(shape)
-
-
-def _runs(alias: Alias, axis: int, wanted: tuple[int, ...], weight: Weight) -> bool:
-    """Does this axis of the operand run over exactly these axes of the constant? (An axis of one entry runs over none.)"""
-    return alias.axes[axis] == wanted or (alias.shape[axis] == 1 and not alias.axes[axis]
-                                          and all(weight.constant.shape[a] == 1 for a in wanted))
-
-
-def _constant_chain(node: fx.Node) -> bool:
-    """Does the operand depend on nothing but the stored parts?"""
-    while "unpacks" not in node.meta and "stored" not in node.meta:
-        inputs = node.all_input_nodes
-        if len(inputs) != 1:
-            return False
-        node = inputs[0]
-    return True
-
-
-def _parts(graph: fx.Graph, operand: fx.Node, weight: Weight, rows: slice) -> list[fx.Node]:
-    """The stored parts behind an unpacked weight, cut to ``rows`` of the matrix."""
-    found: dict[str, fx.Node] = {}
-    pending = [operand]
-    while pending:
-        node = pending.pop()
-        stored = meta_of(node).get("stored")
-        if stored is not None and stored.constant == weight.constant.name:
-            found[stored.part] = node
-        else:
-            pending.extend(node.all_input_nodes)
-    for step in ("prev", "next"):              # parts that the unpacking does not read stand beside those that it does
-        node = getattr(next(iter(found.values())), step)
-        while (stored := meta_of(node).get("stored")) is not None and stored.constant == weight.constant.name:
-            found.setdefault(stored.part, node)
-            node = getattr(node, step)
-    parts = [found[name] for name in weight.scheme.parts]
-    return parts if rows == slice(None) else [_cut(graph, part, rows, weight) for part in parts]
-
-
-def _cut(graph: fx.Graph, part: fx.Node, rows: slice, weight: Weight) -> fx.Node:
-    if meta_of(part)["stored"].single_row:
-        return part
-    piece = graph.call_method("narrow", (part, 0, rows.start, rows.stop - rows.start))
-    annotate(piece, module=meta_of(part)["module"], unpacks=weight.constant.name)
-    return piece
-
-
-def _fused(graph: fx.Graph, function: Any, args: tuple[Any, ...]) -> fx.Node:
-    new = graph.call_function(function, args)
-    schema = getattr(function, "_schema", None)
-    meta_of(new)["kernel"] = schema.name.replace("::", ".") if schema is not None else getattr(function, "__name__", "fused")
-    return new

@@ -22,7 +22,7 @@ from ..failures import ModelError
 
 __all__ = ["TORCHS", "Part", "add_part", "compiling", "defines", "has_part", "needs_rebasing", "rebased", "remove_part", "user_class"]
 
-TORCHS = frozenset(vars(nn.Module()))          # the attributes that every module has
+TORCHS = frozenset(vars(nn.Module())) | {"_is_torch_compile"}      # the attributes that every module has, and that torch.compile sets
 
 
 class Part(nn.Module):
