@@ -12,12 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["LEVELS", "best_level", "linear_int8", "refuse", "register", "unavailable"]
+__all__ = ["CELLS", "LEVELS", "best_level", "linear_int8", "recurrent_steps", "refuse", "register", "unavailable"]
 
 LEVELS = ("portable C", "C with AVX2", "C with AVX-512 VNNI")
 SETTINGS = {"portable": 0, "avx2": 1}          # of the environment variable INRO_FX_KERNELS, beside "off"
 DTYPES = ("float32", "bfloat16", "float16")    # in the order of kernels.h
 OPERATORS = ("linear", "linear_dynamic", "linear_static", "embedding", "dequantize")
+
+CELLS = ("lstm", "gru", "tanh", "relu")        # in the order of recurrent.c
 
 # torch's C interface for extensions, in the order of the struct ``torch`` in operators.c; of the alternatives the first there is
 TORCH_FUNCTIONS = (
@@ -38,7 +40,15 @@ class Layer(ctypes.Structure):
     _fields_ = [*((name, _P) for name in ("x", "codes", "scale", "bias", "y")),
                 *((name, _L) for name in ("rows", "columns", "stride", "out", "group", "scale_step")),
                 *((name, _I) for name in ("bits", "dtype", "levels", "threads", "level")),
-                *((name, _P) for name in ("fixed", "zero", "column_sums"))]
+                *((name, _P) for name in ("fixed", "zero", "column_sums")), ("backwards", _I)]
+
+
+class Recurrence(ctypes.Structure):
+    """The struct ``recurrence`` of kernels.h."""
+
+    _fields_ = [*((name, _P) for name in ("gates", "codes", "scale", "bias", "h", "c", "y")),
+                *((name, _L) for name in ("steps", "batch", "hidden", "scale_step")),
+                *((name, _I) for name in ("cell", "reverse", "levels", "threads", "level"))]
 
 
 @functools.cache
@@ -122,4 +132,28 @@ def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, le
                   *(part.data_ptr() for part in parts))
     if _library.inro_linear(ctypes.byref(layer)):
         raise MemoryError(f"no memory for the activations of a linear of {tuple(x.shape)} by {tuple(codes.shape)}")
+    return y
+
+
+def recurrent_steps(gates: Tensor, h: Tensor, c: Tensor | None, codes: Tensor, scale: Tensor, bias: Tensor | None, cell: str, reverse: bool,
+                    levels: int, level: int = -1, threads: int | None = None) -> Tensor | None:
+    """All steps of a layer in one direction: y [steps, batch, hidden]; ``h``, and ``c`` of an LSTM, become the last states.
+
+    ``gates`` float32 [steps, batch, gates * hidden] are the products of x with their biases; ``codes`` int8 [gates * hidden, hidden],
+    ``scale`` float32 [gates * hidden, 1] or [1, 1]. h is quantized to ``levels`` x 7 bits at each step. None where no kernel runs this:
+    without the library, without AVX2 for many rows, and for tensors of other dtypes, devices or layouts.
+    """
+    tensors = [t for t in (gates, h, c, codes, scale, bias) if t is not None]
+    floats = [t for t in tensors if t is not codes]
+    plain = all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) and all(t.dtype == torch.float32 for t in floats)
+    hidden = h.shape[-1]
+    if _library is None or not plain or codes.dtype != torch.int8 or scale.shape[-1] != 1 or not 1 <= hidden <= 65536 \
+            or (best_level() < 1 and h.shape[0] > 2):
+        return None
+    y = gates.new_empty((*gates.shape[:2], hidden))
+    steps = Recurrence(gates.data_ptr(), codes.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr(), h.data_ptr(),
+                       None if c is None else c.data_ptr(), y.data_ptr(), gates.shape[0], gates.shape[1], hidden, int(scale.shape[0] != 1),
+                       CELLS.index(cell), int(reverse), levels, torch.get_num_threads() if threads is None else threads, level)
+    if _library.inro_recurrent(ctypes.byref(steps)):
+        raise MemoryError(f"no memory for the gates of a recurrent layer of {hidden} units")
     return y

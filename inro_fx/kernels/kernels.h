@@ -48,6 +48,7 @@ typedef struct {
     int bits, dtype, levels, threads, level;           /* dtype of x, bias and y; level -1: the best that this CPU has */
     const float *fixed;                                /* scale and zero point of x, or NULL: row by row */
     const int32_t *zero, *column_sums;                 /* the codes of each column added up */
+    int backwards;                                     /* from the last columns to the first */
 } layer;
 
 /* A row of activations so small that its scale would be no normal number, or so large that the scale times the sums would overflow, is
@@ -69,6 +70,18 @@ void quantize_fixed(const float *x, int64_t n, float s, float zero, int level, c
 /* linear.c */
 int inro_linear(const layer *l);
 int inro_has_panels(int level, int64_t bits, int64_t group);
+
+/* recurrent.c: all steps of one layer in one direction, as Recurrence in binding.py */
+typedef struct {
+    const float *gates;                                /* [steps, batch, gates * hidden]: x @ W_ih.T + b_ih */
+    const int8_t *codes;                               /* [gates * hidden, hidden] */
+    const float *scale;                                /* of each row of codes, or (`scale_step` 0) of all */
+    const float *bias;                                 /* or NULL */
+    float *h, *c, *y;                                  /* states [batch, hidden], which become the last; y [steps, batch, hidden] */
+    int64_t steps, batch, hidden, scale_step;
+    int cell, reverse, levels, threads, level;         /* cell: 0 LSTM, 1 GRU, 2 tanh, 3 ReLU */
+} recurrence;
+int inro_recurrent(const recurrence *r);
 
 /* groups.c */
 int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int64_t group, const float *scale, int64_t scale_step,

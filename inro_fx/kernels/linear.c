@@ -230,8 +230,8 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
     int lifted = 0;                                    /* two levels leave such rows to floats */
     for (int64_t r = 0; r < here && l->levels == 1; r++) lifted |= with->undo[r] != 1.0f;
     const void *const biases = lifted ? NULL : l->bias;
-    for (int64_t b = first; b < last; b++) {
-        const int64_t n = b * columns;
+    for (int64_t i = first; i < last; i++) {
+        const int64_t b = l->backwards ? first + last - 1 - i : i, n = b * columns;
         p.width = l->out - n < columns ? (int)(l->out - n) : columns;
         for (int i = 0; i < columns; i++) {            /* beyond the last column, the last one again */
             const int64_t column = n + (i < p.width ? i : p.width - 1);
@@ -243,7 +243,7 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
             if (l->bits < 8) unpack(codes + column * j->bytes, l->in, l->bits, own.codes + i * l->in, j->level);
         }
         p.codes = l->bits < 8 ? own.codes : codes + n * l->in;
-        p.next = l->bits < 8 ? own.packed : (const char *)(codes + (n + columns) * l->in);
+        p.next = l->bits < 8 ? own.packed : (const char *)(codes + (n + (l->backwards ? -columns : columns)) * l->in);
         p.y = y + n;
         if (j->way->pack) j->way->pack(&p);
         j->way->multiply(&p);

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import recurrent_steps
 from .dequantize import reference as dequantize
 from .library import define
 
@@ -60,12 +61,16 @@ def reference(x: Tensor, h: Tensor, c: Tensor | None, batch_sizes: Tensor | None
     if x.shape[0] == 0:
         raise RuntimeError("a recurrent layer got a sequence of no steps")
     step, last_c = CELLS[cell], h.new_empty(0) if c is None else c
-    h, rest = h.clone(), (dynamic, bits, group)
+    h, rest = h.clone(memory_format=torch.contiguous_format), (dynamic, bits, group)
     gates = _product(x, codes_ih, scale_ih, bias_ih, *rest)
+    last_c = last_c.clone(memory_format=torch.contiguous_format)
+    if batch_sizes is None and codes_hr is None and bits == 8 and not group:
+        y = recurrent_steps(gates, h, None if c is None else last_c, codes_hh, scale_hh, bias_hh, cell, reverse, 1 if dynamic else 2)
+        if y is not None:
+            return y, h, last_c
     sizes = [h.shape[0]] * x.shape[0] if batch_sizes is None else batch_sizes.tolist()
     starts = [0] * len(sizes) if batch_sizes is None else [0, *torch.cumsum(batch_sizes, 0).tolist()]
     y = x.new_empty((*x.shape[:-1], h.shape[1]))
-    last_c = last_c.clone()
     for t in reversed(range(len(sizes))) if reverse else range(len(sizes)):
         n = sizes[t]
         rows = slice(starts[t], starts[t] + n)
