@@ -29,6 +29,7 @@ from .errors import (  # noqa: E402
     SchemeError,
     StateError,
 )
+from .explain import explain  # noqa: E402
 from .int8_tensor import Int8SymmetricTensor  # noqa: E402
 from .kernels import kernels  # noqa: E402 - the function; the package of that name stays importable
 from .load import load  # noqa: E402
@@ -76,6 +77,7 @@ __all__ = [
     "compressed_size",
     "convert_graph",
     "draw",
+    "explain",
     "export_onnx",
     "kernels",
     "load",

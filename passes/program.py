@@ -7,6 +7,7 @@ A `Program` holds a graph, the call that it answers, its guards, the weights tha
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
@@ -95,6 +96,8 @@ class GuardFailed(Exception):
 def guard(value: Any, expected: Any, where: str) -> None:
     """The node that a recorded branch leaves in the graph."""
     holds = value if expected is True else not value if expected is False else value == expected
+    if holds and type(value) is float and value == 0.0:
+        holds = math.copysign(1.0, value) == math.copysign(1.0, expected)          # -0.0 is another number to some
     if not holds:
         raise GuardFailed(f"{where} was traced with {expected}")
 

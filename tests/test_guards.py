@@ -531,6 +531,17 @@ def test_under_autocast_the_dtype_is_that_of_the_float_model(scheme):
         assert small(x).dtype == model(x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("asks", [lambda f: math.copysign(1.0, f) > 0, lambda f: str(f) == "0.0", lambda f: f"{f * 1}" == "0.0", lambda f: str(f) in ("1.0", "0.0")],
+                         ids=["copysign", "str", "format", "of another"])
+@pytest.mark.parametrize("numbers", [(0.0, -0.0, 0.0, float("inf"), -0.0), (1.0, 1, True, 0.0, -0.0, False, 0)])
+def test_numbers_that_are_equal_and_not_the_same(asks, numbers):
+    model = net(lambda self, x, f: self.a(x) if asks(f) else self.b(x), **layers("a", "b"))
+    for first in numbers:
+        small, x = inro_fx.quantize_graph(model, (torch.randn(2, 8), first), Identity()), torch.randn(2, 8)
+        for f in numbers:
+            assert torch.equal(small(x, f), model(x, f)), (first, f)
+
+
 @pytest.mark.parametrize("part", ["", "child"])
 def test_the_mode_of_one_module_alone(part):
     child = net(lambda self, x: -self.a(x) if self.training else self.a(x), **layers("a"))

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import inro_fx
-from inro_fx.kernels import KERNELS, LEVELS, Case, best_level, choose, kernel_for, linear_int8, unavailable
+from inro_fx.kernels import KERNELS, LEVELS, Case, best_level, choose, kernel_for, linear_int8, recurrent_steps, unavailable
 from inro_fx.kernels.choice import Choice
 from inro_fx.numerics import int8_matmul, pack_bits, quantize_lifted, unscale
+from inro_fx.ops.recurrent import CELLS, GATES
 
 needs_library = pytest.mark.skipif(best_level() < 0, reason=unavailable or "built")
 SIZES = st.one_of(st.integers(1, 80), st.sampled_from([128, 129, 255, 300]))
@@ -49,6 +50,51 @@ def test_fifteen_bits_of_the_activations(rows, inner, out, level, seed):
     # each activation is off by at most half a step of max|x| / 16256
     limit = x.abs().amax(1, keepdim=True).double() / 16256 * 0.51 * (codes.double().abs().sum(1) * scale.double().flatten()) + 1e-5 * want.abs() + 1e-5
     assert ((got - want).abs() <= limit).all()
+
+
+@needs_library
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("cell", GATES)
+def test_steps_of_recurrent_layers(cell, levels):
+    """As the operators of torch compute them, and the same bits at any level and number of threads."""
+    for steps, batch, hidden, reverse in ((5, 1, 40, False), (3, 7, 33, True), (4, 2, 256, True)):
+        g = torch.Generator().manual_seed(hidden)
+        rows = GATES[cell] * hidden
+        codes, scale = torch.randint(-127, 128, (rows, hidden), generator=g, dtype=torch.int8), torch.rand(rows, 1, generator=g) / 1000
+        gates, bias = torch.randn(steps, batch, rows, generator=g) * 3, torch.randn(rows, generator=g)
+        h, c = torch.randn(batch, hidden, generator=g).tanh(), torch.randn(batch, hidden, generator=g) if cell == "lstm" else None
+        results = []
+        for level in range(best_level() + 1):
+            for threads in (1, 2, 3):
+                state, cell_state = h.clone(), None if c is None else c.clone()
+                y = recurrent_steps(gates, state, cell_state, codes, scale, bias, cell, reverse, levels, level, threads)
+                if y is not None:
+                    results.append((y, state, cell_state))
+        state, cell_state, want = h, c if c is not None else h.new_empty(0), torch.empty_like(results[0][0])
+        for t in reversed(range(steps)) if reverse else range(steps):
+            hidden_gates = linear_int8(state, codes, scale, bias, levels)
+            state, cell_state = CELLS[cell](gates[t].clone(), hidden_gates, state, cell_state)
+            want[t] = state
+        for y, last, last_c in results:
+            torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(last, state, rtol=1e-4, atol=1e-5)
+            assert torch.equal(y, results[0][0]) or levels == 2
+            if c is not None:
+                torch.testing.assert_close(last_c, cell_state, rtol=1e-4, atol=1e-5)
+
+
+@needs_library
+def test_gates_of_any_size():
+    """Infinities and NaN come out where torch has them; small numbers keep their digits."""
+    for value in (0.0, 1e-30, -1e-6, 1e-3, 0.09, -0.11, 5.0, -30.0, 90.0, -1e4, float("inf"), float("-inf"), float("nan")):
+        gates, codes = torch.full((1, 1, 64), value), torch.zeros(64, 64, dtype=torch.int8)
+        y = recurrent_steps(gates, torch.zeros(1, 64), None, codes, torch.ones(64, 1), None, "tanh", False, 1)
+        torch.testing.assert_close(y, gates.tanh(), rtol=1e-5, atol=1e-30, equal_nan=True)
+        codes, c = torch.zeros(64, 16, dtype=torch.int8), torch.zeros(1, 16)
+        y = recurrent_steps(gates, torch.zeros(1, 16), c, codes, torch.ones(64, 1), None, "lstm", False, 1)
+        i, _, g, o = gates[0].chunk(4, -1)
+        want = o.sigmoid() * (i.sigmoid() * g.tanh()).tanh()
+        torch.testing.assert_close(y[0], want, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
 @needs_library

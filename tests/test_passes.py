@@ -93,6 +93,40 @@ def test_what_is_not_fused_says_why(forward, shape, reason):
     assert ((small(x) - model(x)).norm() / model(x).norm()) < 0.03
 
 
+def test_a_weight_used_along_three_axes_is_not_fused():
+    class Three(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 4))
+
+        def forward(self, x, y):
+            return F.linear(x, self.w), y @ self.w.t()[:, :, None]
+    model, inputs = Three(), (torch.randn(3, 4), torch.randn(4, 3, 8))
+    small = inro_fx.quantize_graph(model, inputs)
+    for got, want in zip(small(*inputs), model(*inputs), strict=True):
+        assert ((got - want).norm() / want.norm()) < 0.03
+
+
+def test_explain_says_what_was_done_and_what_was_refused():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.conv, self.branch = nn.Linear(16, 16), nn.Conv1d(16, 16, 1), nn.Linear(16, 16)
+
+        def forward(self, x):
+            x = self.fc(x) if x.sum() > 0 else self.branch(x)
+            return self.conv(x.t()[None])
+    whole = inro_fx.explain(inro_fx.quantize_graph(nn.Sequential(nn.Linear(16, 16), nn.Conv1d(16, 16, 1)), torch.randn(2, 16, 16)))
+    assert whole.startswith("the model (graph)")
+    assert whole.endswith("fuse linear  linear")
+    parts = inro_fx.explain(inro_fx.quantize_graph(Two(), torch.ones(2, 16)))
+    assert [line for line in parts.splitlines() if not line.startswith(" ") and line] == ["fc (region)", "conv (region)", "branch (unreached)"]
+    refused = inro_fx.explain(inro_fx.quantize_graph(nn.LSTM(8, 8), torch.randn(3, 2, 8), overrides={"weight_hh_l0": None}))
+    assert "refused, one of its matrices stays float" in refused
+    with pytest.raises(inro_fx.ModelError, match="nothing to explain"):
+        inro_fx.explain(nn.Linear(2, 2))
+
+
 def test_a_weight_used_along_both_of_its_axes_is_fused_along_one():
     class Both(nn.Module):
         def __init__(self):

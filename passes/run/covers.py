@@ -67,7 +67,7 @@ class Runner:
         for index, names in self._reads:
             value = flat[index]
             if not isinstance(value, torch.Tensor):
-                key.append(value)
+                key.append(value if type(value) is not float else repr(value))          # -0.0 == 0.0
             else:
                 key.extend([getattr(value, name) for name in names])
                 if self._strides:
