@@ -542,6 +542,22 @@ def test_numbers_that_are_equal_and_not_the_same(asks, numbers):
             assert torch.equal(small(x, f), model(x, f)), (first, f)
 
 
+GIVES_BACK = {
+    "dropout": lambda x: F.dropout(x, 0.5, False), "contiguous": lambda x: x.contiguous(), "to": lambda x: x.to(torch.float32), "float": lambda x: x.float(),
+    "in place": lambda x: x.add_(0), "out": lambda x: torch.add(x, 0, out=x), "other": lambda x: x + 0, "view": lambda x: x[:], "detach": lambda x: x.detach(),
+}
+
+
+@pytest.mark.parametrize("gives", GIVES_BACK)
+@pytest.mark.parametrize("asks", [lambda x, y: x is y, lambda x, y: id(x) == id(y), lambda x, y: y in {x}], ids=["is", "id", "set"])
+def test_operators_that_may_give_back_their_input(gives, asks):
+    model = net(lambda self, x: self.a(x) if asks(x, GIVES_BACK[gives](x)) else self.b(x), **layers("a", "b"))
+    small = inro_fx.quantize_graph(model, torch.randn(8, 8), Identity())
+    for x in (torch.randn(8, 8), torch.randn(8, 8).t(), torch.randn(3, 16)[:, ::2]):
+        assert torch.equal(small(x.clone()), model(x.clone()))
+        assert torch.equal(small(x), model(x))
+
+
 @pytest.mark.parametrize("part", ["", "child"])
 def test_the_mode_of_one_module_alone(part):
     child = net(lambda self, x: -self.a(x) if self.training else self.a(x), **layers("a"))

@@ -27,6 +27,8 @@ def questions_of(code: types.CodeType) -> frozenset[str]:
     frozenset({'type'})
     >>> questions_of(compile("f'{type(x[0]).__name__} of {n}'", "", "eval"))
     frozenset()
+    >>> questions_of((lambda self, x: x.base is self).__code__), questions_of((lambda self, x: x is self.base).__code__)
+    (frozenset(), frozenset({'identity'}))
     >>> questions_of(compile("x[0] is x[1]", "", "eval"))
     frozenset({'identity'})
     """
@@ -53,10 +55,16 @@ def _questions(code: types.CodeType) -> Iterator[str]:
         if step.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR") and 0 <= index - asked < NEAR:
             yield "type"
             asked = -NEAR
-        elif step.opname == "IS_OP" and index - attribute >= NEAR and not any(
-                s.opname == "LOAD_CONST" and s.argval in (None, True, False, ...) and type(s.argval) is not int
-                for s in steps[max(index - 2, 0):index]):
+        elif step.opname == "IS_OP" and index - attribute >= NEAR and not _of_no_tensor(steps[max(index - 2, 0):index]):
             yield "identity"
+
+
+def _of_no_tensor(before: list[dis.Instruction]) -> bool:
+    """Is None, a truth value or ``self`` one of the two things that are compared, as the two steps before say?"""
+    if any(s.opname == "LOAD_CONST" and s.argval in (None, True, False, ...) and type(s.argval) is not int for s in before):
+        return True
+    names = [s.argval if isinstance(s.argval, tuple) else (s.argval,) for s in before if s.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))]
+    return bool(names) and (before[-1].opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")) and any("self" in n for n in names))
 
 
 def _called(steps: list[dis.Instruction], start: int) -> int:

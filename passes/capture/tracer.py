@@ -81,6 +81,7 @@ class Tracer:
         self.asked = Questions(self, self.listener)
         self.settings: dict[str, Any] = {}
         self.effect: str | None = None
+        self.gave_back = False                  # has an operator given back one of its inputs, and no tensor of its own?
         self.caught = False                     # would the traced code catch what an operator raises?
         self.raised = False                     # did an operator raise, and the traced code go on?
         self.resting = False                    # functions of torch are not recorded: the tracer itself calls them
@@ -101,6 +102,8 @@ class Tracer:
         self.settings = self.listener.settings
         if self.raised:
             raise TraceError("catches an exception that an operator raised")
+        if self.gave_back and "identity" in self.asked.facts:
+            raise TraceError("asks whether two values are the same, of which an operator may have given back one as the other")
         if self.effect is not None and self.caught:
             raise TraceError(f"may catch what an operator raises, beside {self.effect}")
         return result
@@ -281,6 +284,8 @@ class Tracer:
         except Exception:
             self.raised = True
             raise
+        given = (*example_args, *example_kwargs.values())
+        self.gave_back = self.gave_back or (isinstance(value, Tensor) and any(value is a for a in given))
         node = self.graph.create_node(kind, target, node_args, node_kwargs)
         annotate(node, module=self.module, where=where())
         if isinstance(changed, Tensor):
