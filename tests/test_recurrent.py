@@ -153,6 +153,19 @@ def test_opcheck(cell):
         torch.library.opcheck(recurrent, (*args, cell, dynamic, dynamic, 8, 0))
 
 
+@pytest.mark.parametrize("wrong", range(8))
+def test_sizes_that_do_not_fit_are_refused(wrong):
+    scheme = inro_fx.uniform(127)
+    ih, hh = scheme.pack(torch.randn(64, 8)), scheme.pack(torch.randn(64, 16))
+    args = [torch.randn(4, 3, 8), torch.randn(3, 16), torch.randn(3, 16), None, ih["codes"], ih["scale"], hh["codes"], hh["scale"], torch.randn(64), torch.randn(64), None, None]
+    recurrent(*args, "lstm", False, True, 8, 0)
+    index, value = [(1, torch.randn(2, 16)), (1, torch.randn(3, 15)), (2, torch.randn(2, 16)), (2, None), (9, torch.randn(63)), (6, hh["codes"][:60]),
+                    (6, hh["codes"][:, :12]), (1, torch.randn(3, 16).double())][wrong]
+    args[index] = value
+    with pytest.raises(RuntimeError):
+        recurrent(*args, "lstm", False, True, 8, 0)
+
+
 def test_a_layer_below_can_be_trained():
     model = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 16))
     small = inro_fx.quantize_graph(model, torch.randn(5, 2, 8), overrides={"0": None})

@@ -141,14 +141,17 @@ def recurrent_steps(gates: Tensor, h: Tensor, c: Tensor | None, codes: Tensor, s
 
     ``gates`` float32 [steps, batch, gates * hidden] are the products of x with their biases; ``codes`` int8 [gates * hidden, hidden],
     ``scale`` float32 [gates * hidden, 1] or [1, 1]. h is quantized to ``levels`` x 7 bits at each step. None where no kernel runs this:
-    without the library, without AVX2 for many rows, and for tensors of other dtypes, devices or layouts.
+    without the library, without AVX2 for many rows, and for tensors of other dtypes, devices, layouts or sizes.
     """
     tensors = [t for t in (gates, h, c, codes, scale, bias) if t is not None]
     floats = [t for t in tensors if t is not codes]
     plain = all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) and all(t.dtype == torch.float32 for t in floats)
-    hidden = h.shape[-1]
-    if _library is None or not plain or codes.dtype != torch.int8 or scale.shape[-1] != 1 or not 1 <= hidden <= 65536 \
-            or (best_level() < 1 and h.shape[0] > 2):
+    batch, hidden = h.shape
+    rows = gates.shape[-1]
+    fits = rows == (4, 3, 1, 1)[CELLS.index(cell)] * hidden and codes.shape == (rows, hidden) and scale.shape in ((1, 1), (rows, 1)) \
+        and gates.shape[1] == batch and (c is None or c.shape == h.shape) and (bias is None or bias.shape == (rows,))
+    if _library is None or not plain or not fits or codes.dtype != torch.int8 or not 1 <= hidden <= 65536 \
+            or (best_level() < 1 and batch > 2):
         return None
     y = gates.new_empty((*gates.shape[:2], hidden))
     steps = Recurrence(gates.data_ptr(), codes.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr(), h.data_ptr(),

@@ -58,8 +58,7 @@ CELLS = {"lstm": _lstm, "gru": _gru, "tanh": lambda gates, hidden, h, c: ((gates
 def reference(x: Tensor, h: Tensor, c: Tensor | None, batch_sizes: Tensor | None, codes_ih: Tensor, scale_ih: Tensor, codes_hh: Tensor,
               scale_hh: Tensor, bias_ih: Tensor | None, bias_hh: Tensor | None, codes_hr: Tensor | None, scale_hr: Tensor | None,
               cell: str, reverse: bool, dynamic: bool, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    if x.shape[0] == 0:
-        raise RuntimeError("a recurrent layer got a sequence of no steps")
+    _check_fit(x, h, c, batch_sizes, codes_ih, codes_hh, bias_ih, bias_hh, codes_hr, cell)
     step, last_c = CELLS[cell], h.new_empty(0) if c is None else c
     h, rest = h.clone(memory_format=torch.contiguous_format), (dynamic, bits, group)
     gates = _product(x, codes_ih, scale_ih, bias_ih, *rest)
@@ -84,6 +83,24 @@ def reference(x: Tensor, h: Tensor, c: Tensor | None, batch_sizes: Tensor | None
         if c is not None:
             last_c[:n] = new_c
     return y, h, last_c
+
+
+def _check_fit(x: Tensor, h: Tensor, c: Tensor | None, batch_sizes: Tensor | None, codes_ih: Tensor, codes_hh: Tensor,
+               bias_ih: Tensor | None, bias_hh: Tensor | None, codes_hr: Tensor | None, cell: str) -> None:
+    """Raises RuntimeError for states, weights and inputs of sizes that do not belong together."""
+    if x.shape[0] == 0:
+        raise RuntimeError("a recurrent layer got a sequence of no steps")
+    rows, projected = codes_hh.shape[0], codes_hr is not None
+    hidden = h.shape[-1] if c is None else c.shape[-1]
+    fits = rows == codes_ih.shape[0] == GATES[cell] * hidden and (c is None) == (cell != "lstm") \
+        and x.dim() == (3 if batch_sizes is None else 2) and h.dim() == 2 and (batch_sizes is not None or h.shape[0] == x.shape[1]) \
+        and (c is None or c.shape == (h.shape[0], hidden)) and (projected or h.shape[-1] == hidden) \
+        and all(b is None or b.shape == (rows,) for b in (bias_ih, bias_hh))
+    if not fits:
+        raise RuntimeError(f"a recurrent layer ({cell}) of {rows} gates got an input {tuple(x.shape)} and a state {tuple(h.shape)} that do "
+                           f"not fit it")
+    if any(t is not None and t.dtype != x.dtype for t in (h, c, bias_ih, bias_hh)):
+        raise RuntimeError(f"a recurrent layer got an input of {x.dtype}, and states or biases of another dtype")
 
 
 def fake(x: Tensor, h: Tensor, c: Tensor | None, *rest: Any) -> Any:
