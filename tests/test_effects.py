@@ -401,3 +401,37 @@ def test_what_forward_writes_is_no_constant(forward, deep, capture):
     for _ in range(3):
         assert torch.equal(small(x), reference(x))
     assert alike(state(reference, model), state(small, model))
+
+
+CACHE, STREAM, NUMPYS, NAN = {"s": {"n": 0}, "list": [[1]]}, random.Random(1), np.random.default_rng(0), float("nan")
+OUTSIDE = {
+    "nested dict": (lambda x: x + CACHE["s"].update(n=CACHE["s"]["n"] + 1) if False else (CACHE["s"].update(n=CACHE["s"]["n"] + 1), x)[1], lambda: CACHE["s"]["n"]),
+    "nested list": (lambda x: (CACHE["list"][0].append(1), x)[1], lambda: len(CACHE["list"][0])),
+    "a stream of its own": (lambda x: x + STREAM.random() * 0, lambda: STREAM.getstate()),
+    "numpy's": (lambda x: x + NUMPYS.random() * 0, lambda: repr(NUMPYS.bit_generator.state)),
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_what_is_changed_deep_outside_of_the_model_is_put_back_and_goes_on(kind):
+    change, state = OUTSIDE[kind]
+    model, x = net(lambda self, x: self.fc(change(x)), fc=nn.Linear(8, 8)), torch.randn(2, 8)
+    before = state()
+    small = inro_fx.quantize_graph(model, x)
+    assert state() == before
+    small(x)
+    assert state() != before
+
+
+def test_a_global_that_is_no_number_is_no_change():
+    small = inro_fx.quantize_graph(net(lambda self, x: self.fc(x.masked_fill(x > 9, NAN)), fc=nn.Linear(8, 8)), torch.randn(2, 8))
+    assert inro_fx.report(small).regions == []
+
+
+@pytest.mark.parametrize("draw", [lambda x: torch.native_dropout(x, 0.0, True)[0], lambda x: x * torch.rand(3, 4, device="meta").shape[0] + torch.rand_like(x) * 0])
+def test_draws_of_nothing_leave_the_generator(draw):
+    model, x = net(lambda self, x: draw(self.fc(x)), fc=nn.Linear(8, 8)), torch.randn(2, 8)
+    before = torch.get_rng_state()
+    small = inro_fx.quantize_graph(model, x)
+    assert torch.equal(before, torch.get_rng_state())
+    assert inro_fx.report(small).regions == []

@@ -228,3 +228,19 @@ def test_sequences_of_no_step_and_of_one(steps):
             small(x)
         return
     assert relative(model(x)[0], small(x)[0]) < 0.02
+
+
+class OneBias(nn.Module):
+    def __init__(self, which):
+        super().__init__()
+        self.cell, self.which = nn.GRUCell(8, 16), which
+
+    def forward(self, x, h):
+        biases = [b + 1 if i == self.which else None for i, b in enumerate((self.cell.bias_ih, self.cell.bias_hh))]
+        return torch.gru_cell(x, h, self.cell.weight_ih, self.cell.weight_hh, *biases)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_cell_with_one_bias_keeps_it(which):
+    model, inputs = OneBias(which), (torch.randn(3, 8), torch.randn(3, 16))
+    assert relative(model(*inputs), inro_fx.quantize_graph(model, inputs)(*inputs)) < 0.02

@@ -149,7 +149,8 @@ def recurrent_steps(gates: Tensor, h: Tensor, c: Tensor | None, codes: Tensor, s
     batch, hidden = h.shape
     rows = gates.shape[-1]
     fits = rows == (4, 3, 1, 1)[CELLS.index(cell)] * hidden and codes.shape == (rows, hidden) and scale.shape in ((1, 1), (rows, 1)) \
-        and gates.shape[1] == batch and (c is None or c.shape == h.shape) and (bias is None or bias.shape == (rows,))
+        and gates.shape[1] == batch and (c is None) == (cell != "lstm") and (c is None or c.shape == h.shape) \
+        and (bias is None or bias.shape == (rows,))
     if _library is None or not plain or not fits or codes.dtype != torch.int8 or not 1 <= hidden <= 65536 \
             or (best_level() < 1 and batch > 2):
         return None

@@ -105,7 +105,7 @@ def _check_fit(x: Tensor, h: Tensor, c: Tensor | None, batch_sizes: Tensor | Non
 
 def fake(x: Tensor, h: Tensor, c: Tensor | None, *rest: Any) -> Any:
     torch._check(x.is_floating_point(), lambda: f"a quantized recurrent layer needs floating-point inputs, got {x.dtype}")
-    return x.new_empty((*x.shape[:-1], h.shape[1])), torch.empty_like(h), h.new_empty(0) if c is None else torch.empty_like(c)
+    return x.new_empty((*x.shape[:-1], h.shape[1])), h.new_empty(h.shape), h.new_empty(0) if c is None else c.new_empty(c.shape)
 
 
 def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -61,10 +61,15 @@ def _questions(code: types.CodeType) -> Iterator[str]:
 
 def _of_no_tensor(before: list[dis.Instruction]) -> bool:
     """Is None, a truth value or ``self`` one of the two things that are compared, as the two steps before say?"""
-    if any(s.opname == "LOAD_CONST" and s.argval in (None, True, False, ...) and type(s.argval) is not int for s in before):
-        return True
-    names = [s.argval if isinstance(s.argval, tuple) else (s.argval,) for s in before if s.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))]
-    return bool(names) and (before[-1].opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")) and any("self" in n for n in names))
+    operands: list[tuple[str, object]] = []                # from the last one back, as long as a step is a load of one
+    for step in reversed(before):
+        if not step.opname.startswith(PLAIN):
+            break
+        both = step.opname.count("FAST") > 1               # since Python 3.13 one step loads two
+        operands += [(step.opname, name) for name in reversed(step.argval)] if both else [(step.opname, step.argval)]
+    constants = (None, True, False, ...)
+    return any(name == "self" if op.startswith(("LOAD_FAST", "LOAD_DEREF")) else op == "LOAD_CONST" and any(name is c for c in constants)
+               for op, name in operands[:2])
 
 
 def _called(steps: list[dis.Instruction], start: int) -> int:
@@ -80,6 +85,7 @@ def _called(steps: list[dis.Instruction], start: int) -> int:
 
 NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")          # device.type is an attribute, and no question for a class
 SILENT = ("CACHE", "NOP", "EXTENDED_ARG", "RESUME")
+PLAIN = ("LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 NEAR = 7                   # instructions between the question for a type and what is done with it
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Generators", "OwnDraws", "outside_draws", "own_draws", "seed_extremes"]
+__all__ = ["Generators", "OwnDraws", "outside_draws", "own_draws", "seed_extremes", "state_of"]
 
 SEEDED = torch.Tag.nondeterministic_seeded
 
@@ -46,6 +46,8 @@ class OwnDraws(TorchDispatchMode):
             self._told = self._seed = torch.initial_seed()
             self._generators.clear()
         device = torch.device(kwargs.get("device") or next((a.device for a in args if isinstance(a, Tensor)), "cpu"))
+        if device.type == "meta":
+            return func(*args, **kwargs)                     # no numbers
         drawing, given = _with_generator(func), kwargs.get("generator")
         if drawing is not None:
             self.drew = True
@@ -93,7 +95,8 @@ def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     given = {a.name: kwargs.get(a.name, a.default_value) for a in func._schema.arguments}
     given.update(zip(given, args, strict=False))
     chances = [given[name] for name in ("dropout_p", "dropout", "p") if name in given and {"train", "dropout_p"} & {*given}]
-    return func is torch.ops.aten._fused_sdp_choice.default or given.get("train") is False or (bool(chances) and not any(chances))
+    return func is torch.ops.aten._fused_sdp_choice.default or given.get("train") is False or (
+        func is not torch.ops.aten.native_dropout.default and bool(chances) and not any(chances))
 
 
 def _dropout(generator: torch.Generator, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -141,6 +144,21 @@ class Generators:
 def _numpy_state() -> Any:
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random.get_state()
+
+
+def state_of(generator: Any) -> tuple[Any, Callable[[], None]] | None:
+    """(its state to compare, what puts that back) of an object that draws random numbers; None for others."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(generator, random.Random):
+        state: Any = generator.getstate()
+        return state, lambda: generator.setstate(state)
+    if numpy is not None and isinstance(generator, numpy.random.Generator):
+        bits, state = generator.bit_generator, generator.bit_generator.state
+        return repr(state), lambda: setattr(bits, "state", state)
+    if numpy is not None and isinstance(generator, numpy.random.RandomState):
+        state = generator.get_state()
+        return (state[1].tobytes(), state[2:]), lambda: generator.set_state(state)
+    return None
 
 
 def seed_extremes() -> Iterator[None]:

@@ -129,8 +129,8 @@ def run(model: nn.Module, example: Example) -> Any:
     args, kwargs = example.fresh()
     heard = Listener()
     try:
-        with quiet(model), heard, own_draws() if example.draws else contextlib.nullcontext():
-            output = model.forward(*args, **kwargs)
+        with quiet(model), own_draws() if example.draws else contextlib.nullcontext():
+            output = heard.hear(lambda: model.forward(*args, **kwargs))
         heard.settle(reachable([output]))
         return output
     finally:

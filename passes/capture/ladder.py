@@ -148,8 +148,8 @@ def _try_rung(session: Session, rung: str, example: Example, want: Any, others: 
                 session.leaves.update(path for path, module in session.root.named_modules() if any(True for _ in module.children()))
             heard = Listener()
             try:
-                with session.drawing(), heard:
-                    heard.settle(reachable([session.run_python("", args, kwargs)]))
+                with session.drawing():
+                    heard.settle(reachable([heard.hear(lambda: session.run_python("", args, kwargs))]))
             finally:
                 heard.put_back()
     session.state.restore()

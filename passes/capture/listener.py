@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import itertools
 import os
 import sys
 import sysconfig
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from .bytecode import questions_of, tries_of
-from .draws import Generators, outside_draws
+from .draws import Generators, outside_draws, state_of
 from .frames import INTERNAL, OWN
 
 __all__ = ["SETTINGS", "Listener", "deaf", "unheard"]
@@ -62,7 +63,7 @@ _REFUSAL_OF = _by_code(REFUSED)
 
 
 class Listener:
-    """While it listens, calls of this thread are seen: ``settings`` that were asked for, ``facts`` about inputs, a ``refusal``."""
+    """While it hears, calls of this thread are seen: ``settings`` that were asked for, ``facts`` about inputs, a ``refusal``."""
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
@@ -77,23 +78,23 @@ class Listener:
         self.reached: list[tuple[str, Any]] = []             # globals and closures that the code names: (name, value's holder)
         self._closures: dict[int, tuple[str, Any]] = {}      # closures by id; those of calls that are over die with these
         self._notes: list[tuple[str, Any, Any]] = []         # (name, container or the names that it is among, what was in it)
+        self._drawn_from: list[tuple[str, Any, Any, Callable[[], None]]] = []       # (name, generator, its state, what puts it back)
         self._known: dict[types.CodeType, bool] = {}        # code -> is it torch's or ours?
-        self._outermost: types.CodeType | None = None          # who began to listen
-        self._before: Any = None
         self._generators = Generators()
         self._collecting: set[Any] = set()      # the code of callbacks of Python's garbage collector, which runs at any moment
         self._aside: types.FrameType | None = None             # such a callback, while it runs
 
-    def __enter__(self) -> Listener:
-        self._outermost = sys._getframe(1).f_code
+    def hear(self, work: Callable[[], Any]) -> Any:
+        """The result of ``work``, during which this listens. (No context manager: an interrupt at the call of its exit would leave the
+        profile function of the thread for ever.)"""
         self._collecting = {getattr(getattr(f, "__func__", f), "__code__", None) for f in gc.callbacks}
-        self._before = sys.getprofile()
-        sys.setprofile(self._hear)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(self._before)
-        self.drew = self.drew or (self.may_draw and self._generators.numpy_moved())
+        before = sys.getprofile()
+        try:
+            sys.setprofile(self._hear)
+            return work()
+        finally:
+            sys.setprofile(before)
+            self.drew = self.drew or (self.may_draw and self._generators.numpy_moved())
 
     def take_refusal(self) -> str | None:
         """The first thing heard that no graph can say, once."""
@@ -157,22 +158,32 @@ class Listener:
             else:
                 self._notes = [note for note in self._notes if note[1] is not value]
 
-    def _note(self, name: str, value: Any, names: dict[str, Any] | None) -> None:
-        """Remembers what is in a list, dict or set that code can reach, or the number that a global is."""
+    def _note(self, name: str, value: Any, names: dict[str, Any] | None, depth: int = 3) -> None:
+        """Remembers what is in a list, dict or set that code can reach, the number that a global is, the state of a random generator."""
         if any(held is value for _, held, _ in self._notes):
             return
         if type(value) in (list, dict, set) and len(value) < 10_000:
             self._notes.append((name, value, value.copy()))
+            for inner in (value.values() if type(value) is dict else value) if depth and len(value) <= 100 else ():
+                if type(inner) in (list, dict, set):
+                    self._note(name, inner, None, depth - 1)
         elif names is not None and type(value) in (int, float, bool, str):
             self._notes.append((name, names, value))
+        elif (state := state_of(value)) is not None:
+            self._drawn_from.append((name, value, *state))
 
     def changed(self) -> str | None:
         """The first thing outside of the model that the code has changed."""
-        return next((name for name, held, before in self._notes if _differs(name, held, before)), None)
+        changed = (name for name, held, before in self._notes if _differs(name, held, before))
+        drawn = (name for name, generator, before, _ in self._drawn_from if not _same_state(generator, before))
+        return next(itertools.chain(changed, drawn), None)
 
     def put_back(self) -> None:
         """Undoes such changes, and draws: runs of our own are nobody's."""
         self._generators.put_back(outside=self.drew, torchs=self.seeded)
+        for _, generator, before, put in self._drawn_from:
+            if not _same_state(generator, before):
+                put()
         for name, held, before in self._notes:
             if not _differs(name, held, before):
                 continue
@@ -212,7 +223,7 @@ class Listener:
         if self.suppressing:
             return True
         frame: Any = sys._getframe(1) if self.catching else None
-        while frame is not None and frame.f_code is not self._outermost:
+        while frame is not None and frame.f_code is not Listener.hear.__code__:
             if self._known.get(frame.f_code) is False and any(start <= frame.f_lasti < end for start, end in tries_of(frame.f_code)):
                 return True
             frame = frame.f_back
@@ -259,14 +270,21 @@ STANDARD = sysconfig.get_path("stdlib")
 _C_FUNCTIONS = {id, *(f for f in (*_SETTING_OF, *_REFUSAL_OF) if not isinstance(f, types.CodeType))}
 
 
+def _same_state(generator: Any, before: Any) -> bool:
+    now = state_of(generator)
+    return now is not None and now[0] == before
+
+
 def _differs(name: str, held: Any, before: Any) -> bool:
     try:
         if isinstance(held, dict) and not isinstance(before, dict):
-            return bool(held.get(name) != before)
+            return held.get(name) is not before and bool(held.get(name) != before)
         if isinstance(held, set):
             return bool(held != before)
-        items, were = (held.items(), before.items()) if isinstance(held, dict) else (enumerate(held), enumerate(before))
-        return len(held) != len(before) or any(a is not b for (_, a), (_, b) in zip(items, were, strict=True))
+        if isinstance(held, dict) and list(held) != list(before):
+            return True
+        items, were = (held.values(), before.values()) if isinstance(held, dict) else (held, before)
+        return len(held) != len(before) or any(a is not b for a, b in zip(items, were, strict=True))
     except Exception:
         return True
 

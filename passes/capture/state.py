@@ -254,8 +254,8 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
             heard = Listener()
             watch = _StateWatch(_storages(root, {**written, **kept}))
             try:
-                with quiet(root), heard, watch:
-                    want = root.forward(*args, **kwargs)
+                with quiet(root), watch:
+                    want = heard.hear(lambda: root.forward(*args, **kwargs))  # noqa: B023
                 heard.settle(reachable([want]))
             finally:
                 heard.put_back()
@@ -297,8 +297,8 @@ def _run_past_modes(root: nn.Module, example: Example, own: ModuleState) -> Refe
     heard = Listener()
     try:
         torch._dynamo.reset()
-        with quiet(root), heard:
-            want = root.forward(*args, **kwargs)
+        with quiet(root):
+            want = heard.hear(lambda: root.forward(*args, **kwargs))
     except Exception:
         want = None
     finally:

@@ -94,8 +94,8 @@ class Tracer:
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls ``forward`` with placeholders among its arguments; gives back its result, full of proxies."""
-        with torch.enable_grad(), at_work(self), self.session.drawing(), self.listener, _Interceptor(self):
-            result = forward(*args, **kwargs)
+        with torch.enable_grad(), at_work(self), self.session.drawing(), _Interceptor(self):
+            result = self.listener.hear(lambda: forward(*args, **kwargs))
         self.listener.settle(reachable([result]))
         self._heed()
         self.asked.facts |= self.listener.facts

@@ -70,7 +70,10 @@ def _layer(node: fx.Node) -> _Layer | None:
     given: Any = node.args
     if name.endswith("_cell"):
         x, state, *params = given
-        biases = len(params) == 4 and params[2] is not None
+        given_biases = [p is not None for p in (*params[2:], None, None)[:2]]
+        biases = all(given_biases)
+        if any(given_biases) and not biases:
+            return None
         return _Layer(CELLS[name.removesuffix("_cell")], x, None, state, tuple(params[:4 if biases else 2]), biases, single=True)
     packed = len(given) > 3 and isinstance(given[3], (list, tuple))
     x, *rest = given
