@@ -136,8 +136,9 @@ class Questions:
                 self._guarded.discard((number.node, False))
 
     def forget(self) -> None:
-        """Lets go of frames and traced values."""
+        """Lets go of frames, traced values and the tracer, which holds this."""
         self._fresh.clear()
+        del self._tracer
 
     @unheard
     def set_grad(self, enabled: bool) -> None:
