@@ -113,7 +113,7 @@ def layer_of(tracer: Tracer, module: Any, path: str, args: tuple[Any, ...], kwar
         return None
     graph.output(results[0] if isinstance(template, Slot) else tuple(results))
     drop_unused(graph)
-    if (tracer.effect is not None and tracer.caught) or (tracer.gave_back and "identity" in tracer.asked.facts):
+    if (tracer.effect is not None and tracer.caught) or (tracer.gave_back and "identity" in tracer.listener.facts):
         return None
     call.facts = frozenset(tracer.asked.facts)                    # what was asked since the layer's code began
     settings = dict(tracer.listener.settings)               # as far as known: more than its own may be among them

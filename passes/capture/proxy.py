@@ -115,6 +115,7 @@ class TensorProxy(Tensor):
     fixed_last: bool
     by_values: bool
     wants_grad: bool
+    same_as = 0                 # the id of the traced value whose tensor an operator gave back: in a set they meet, and are compared
     _is_param = False
 
     @staticmethod
@@ -157,7 +158,7 @@ class TensorProxy(Tensor):
 
     def __hash__(self) -> int:
         self.tracer.asked.ask(self, "identity")
-        return id(self)
+        return self.same_as or id(self)
 
     def __bool__(self) -> bool:
         raise TraceError(f"branches on the values of a tensor at {where()}")

@@ -102,7 +102,7 @@ class Tracer:
         self.settings = self.listener.settings
         if self.raised:
             raise TraceError("catches an exception that an operator raised")
-        if self.gave_back and "identity" in self.asked.facts:
+        if self.gave_back and "identity" in self.listener.facts:
             raise TraceError("asks whether two values are the same, of which an operator may have given back one as the other")
         if self.effect is not None and self.caught:
             raise TraceError(f"may catch what an operator raises, beside {self.effect}")
@@ -284,8 +284,8 @@ class Tracer:
         except Exception:
             self.raised = True
             raise
-        given = (*example_args, *example_kwargs.values())
-        self.gave_back = self.gave_back or (isinstance(value, Tensor) and any(value is a for a in given))
+        same = next((p for p in proxies if p.example is value), None) if isinstance(value, Tensor) else None
+        self.gave_back = self.gave_back or same is not None
         node = self.graph.create_node(kind, target, node_args, node_kwargs)
         annotate(node, module=self.module, where=where())
         if isinstance(changed, Tensor):
@@ -294,7 +294,10 @@ class Tracer:
         for tensor in (out if isinstance(out, (tuple, list)) else (out,)):
             if out is not None:
                 self._changes(example_of(tensor), target)
-        return wrapped(self, node, value, proxies)
+        result = wrapped(self, node, value, proxies)
+        if same is not None:
+            result.same_as = same.same_as or id(same)
+        return result
 
     def _changes(self, tensor: Tensor, target: Any) -> None:
         """Notes that the graph writes to a tensor which outlives the call."""
