@@ -15,7 +15,7 @@ __all__ = ["INTERNAL", "OWN", "active", "at_work", "by_torch", "where"]
 
 _PACKAGE = sys.modules[__name__.partition(".")[0]].__file__ or __file__
 OWN = tuple(os.path.dirname(file) + os.sep for file in (_PACKAGE, os.path.dirname(os.path.realpath(__file__))))
-INTERNAL = (os.path.dirname(torch.__file__) + os.sep, *OWN, "<frozen ")
+INTERNAL = (os.path.dirname(torch.__file__) + os.sep, *OWN, "<frozen ", "<graph ")       # the last are ours, too: see run/codegen
 
 
 class _Frames(threading.local):
