@@ -13,6 +13,7 @@ from .int8_tensor import Int8SymmetricTensor
 from .numerics import entropy, weight_error
 from .observers import Observer
 from .passes.capture.session import Session
+from .passes.carriers import carrier_of
 from .passes.rules.observe import activation_of
 from .passes.scheme import activation_of_scheme
 from .passes.solve.examine import checked_parts
@@ -116,14 +117,23 @@ def takes_inputs(nodes: Mapping[tuple[str, str], fx.Node], weight: Weight) -> bo
         n is not None and activation_of(n, t.use) is not None for t, n in used)
 
 
-def settle_inputs(session: Session, chosen: Plan, observers: Mapping[str, Observer]) -> None:
-    """Gives every static scheme the range that its observer found, or takes its activations to stay float.
+def _is_recurrent(node: fx.Node | None) -> bool:
+    carrier = carrier_of(node.target) if node is not None else None
+    return carrier is not None and carrier.fused == "recurrent"
+
+
+def settle_inputs(session: Session, chosen: Plan, observers: Mapping[str, Observer], trained: bool) -> None:
+    """Gives every static scheme the range that its observer found, or takes its activations to stay float; so do those of recurrent
+    layers that were ``trained``, for training rounds none inside of them.
 
     Raises `InputError` for a layer that the example reached and the calibration data did not.
     """
     nodes = nodes_of(session)
     for name, weight in chosen.weights.items():
         scheme: Any = weight.scheme
+        recurrent = any(_is_recurrent(nodes.get((t.capture, t.node or ""))) for t in weight.targets)
+        if trained and recurrent and activation_of_scheme(scheme) == "dynamic":
+            chosen.weights[name] = with_scheme(session, weight, scheme.without_inputs())
         if activation_of_scheme(scheme) != "static":
             continue
         unreached = {session.kind_of(t.capture) for t in weight.targets} <= {"unreached"}

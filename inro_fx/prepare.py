@@ -125,7 +125,7 @@ def converted(prepared: nn.Module, record: Prepared, batches: list[Example]) -> 
     steps = {name: fake.positive_step().detach() for name, fake in fakes.items() if fake.step is not None}
     model = float_model(clone(prepared), record)
     options = options_of(model, record.scheme, record.overrides, record.capture)
-    return quantize(model, record.example, batches, options, observers, steps)
+    return quantize(model, record.example, batches, options, observers, steps, trained=bool(record.fakes))
 
 
 def _try_unseen(prepared: nn.Module, batches: list[Example]) -> None:

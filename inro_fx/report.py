@@ -169,16 +169,23 @@ def _kernel_of(programs: Mapping[str, Program], target: Target, weight: Weight) 
     meta = meta_of(node)
     name = meta.get("kernel", f"dequantize + {target.use.op}")
     operator, scheme = name.removeprefix("inro_fx."), weight.scheme
-    if operator == "recurrent":                                # its products are those of a linear
+    shape = shape_of(node.args[0]) if node.args else None
+    if operator == "recurrent":                                # its products are those of a linear of a state's rows
         operator = "linear_dynamic" if activation_of_scheme(scheme) == "dynamic" else "linear"
+        shape = shape_of(_recurrent(node).args[1])
     if operator in ("linear", "linear_dynamic", "linear_static", "embedding"):
-        shape = shape_of(node.args[0])
-        rows = math.prod(shape[:-1]) if shape is not None else 0
         result = meta.get("value")                           # of x's dtype, or of a table's
         floats = {} if result is None else {"dtype": result.dtype}
-        columns = weight.layout.columns
+        rows, columns = math.prod(shape[:-1]) if shape is not None else 0, weight.layout.columns
         name = f"{name}/{kernel_for(operator, scheme.bits, scheme.group, columns, rows, **floats)}"
     return name, meta.get("unfused", "")
+
+
+def _recurrent(node: Any) -> Any:
+    """The call behind what a fused recurrent layer gives back."""
+    while not str(node.target).startswith("inro_fx.recurrent"):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _layer_name(target: Target, constant: Any) -> str:

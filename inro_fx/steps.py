@@ -114,9 +114,9 @@ def captured(root: nn.Module, example: Example, mode: str) -> tuple[Session, Any
 
 
 def quantize(model: nn.Module, example: Example, batches: list[Example], options: Options,
-             observers: Mapping[str, Observer] | None = None, steps: Mapping[str, Any] | None = None) -> nn.Module:
+             observers: Mapping[str, Observer] | None = None, steps: Mapping[str, Any] | None = None, trained: bool = False) -> nn.Module:
     """The quantized form of ``model``; errors are measured on ``batches``. ``observers`` give the ranges of static layers, and
-    ``steps`` learned scales, by the weight's name."""
+    ``steps`` learned scales, by the weight's name; ``trained``: the model was trained with what its schemes round."""
     float_bytes = stored_bytes(model)
     root = clone(model)
     given = take_codes(root)
@@ -130,7 +130,7 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
     options.overrides.see(root)
     targets = find_targets(session)
     chosen = plan(session, targets, options.default, options.overrides)
-    settle_inputs(session, chosen, observers or {})
+    settle_inputs(session, chosen, observers or {}, trained)
     keep_codes(session, chosen, given)
     decided = [t for t in targets if t.use.constant in chosen.weights]
     log.info("%d weights are quantized, %d stay float", len(chosen.weights), len(chosen.skips))

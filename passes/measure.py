@@ -301,8 +301,8 @@ class _Evaluation:
         meta = meta_of(node)
         stored, view = meta.get("stored"), meta.get("alias", meta.get("pieces_of"))
         if stored is not None:
-            own = self.others is None or stored.constant == self.constant
-            return (self.pack if own or self.others is None else self.others)(stored.constant)[stored.part]
+            parts = self.pack if self.others is None or stored.constant == self.constant else self.others
+            return parts(stored.constant)[stored.part]
         twin = self.floats.get(meta.get("twin", ""))
         value = ABSENT if twin is None else self.env.get(twin, ABSENT)
         of_weight = _of_weight(node)

@@ -93,7 +93,7 @@ class Scheme(Protocol):
         """The largest error of each element, broadcastable to [out, in]."""
 
     def operator(self, op: str) -> tuple[Callable[..., Any], tuple[Any, ...]] | str:
-        """What computes ``op`` ("linear", "embedding") from the parts: (function, trailing arguments), or why nothing does."""
+        """What computes ``op`` ("linear", "embedding", "recurrent") from the parts: (function, trailing arguments), or why nothing does."""
 
 
 def activation_of_scheme(scheme: Scheme) -> str:

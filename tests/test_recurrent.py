@@ -1,6 +1,7 @@
 """Recurrent layers on codes: every kind, cells, packed sequences, projections; what they refuse; their errors, matrix by matrix."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -193,6 +194,20 @@ def test_the_isolated_error_is_that_of_one_matrix(kind):
         with torch.no_grad():
             alone.get_parameter(row.weight).copy_(float_of_codes.get_parameter(row.weight))
         assert row.isolated == pytest.approx(relative(model(x)[0], alone(x)[0]), rel=0.02)
+
+
+def test_a_static_scheme_keeps_the_activations_and_says_so():
+    x = torch.randn(5, 2, 8)
+    small = inro_fx.quantize_graph(nn.LSTM(8, 16), x, "int8_static", calibration=[x])
+    assert {(r.scheme, r.observer, r.kernel.partition("/")[0]) for r in inro_fx.report(small).rows} == {("int8", "", "inro_fx.recurrent")}
+
+
+@pytest.mark.parametrize(("batch", "make"), [(1, nn.LSTM), (3, nn.GRU), (7, nn.LSTMCell)])
+def test_the_kernel_of_the_report_is_that_of_the_rows_of_a_state(batch, make, monkeypatch):
+    rows = []
+    monkeypatch.setattr(sys.modules["inro_fx.report"], "kernel_for", lambda op, bits, group, columns, count, **_: rows.append((op, columns, count)) or "c")
+    inro_fx.quantize_graph(make(8, 16), torch.randn(batch, 8) if make is nn.LSTMCell else torch.randn(5, batch, 8), "int8_dynamic")
+    assert rows == [("linear_dynamic", 8, batch), ("linear_dynamic", 16, batch)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -3,7 +3,7 @@
     x_scale = max(|x|) / 127 for each row of the flattened input, x_codes = round(x / x_scale)
     y       = (x_codes @ codes.T) * x_scale * scale + bias            the product is exact in int32
 
-Operators other than linear use the weights as int8 does.
+Recurrent layers quantize their input, and the state of each step, in the same way. Other operators use the weights as int8 does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Int8Dynamic", "int8_dynamic"]
 
 @dataclasses.dataclass(frozen=True)
 class Int8Dynamic(Uniform):
-    """`Uniform` weights whose linears quantize their input per token."""
+    """`Uniform` weights whose linears and recurrent layers quantize their input per token."""
 
     activation: ClassVar[Literal["float", "dynamic", "static"]] = "dynamic"
 
@@ -29,6 +29,10 @@ class Int8Dynamic(Uniform):
         if op == "linear":
             return torch.ops.inro_fx.linear_dynamic.default, ()
         return super().operator(op)
+
+    def without_inputs(self) -> Uniform:
+        """The scheme for weights whose activations stay float."""
+        return Uniform("int8", 127)
 
 
 int8_dynamic = Int8Dynamic("int8_dynamic", 127)

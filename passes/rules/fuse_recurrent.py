@@ -146,6 +146,8 @@ def _fuse(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
             number = depth * layer.directions + direction
             group = groups[number]
             h, c = (s if s is None or layer.single else call(item, (s, number)) for s in states)
+            if (seen := meta_of(states[0]).get("value")) is not None and not layer.single:
+                annotate(h, value=dataclasses.replace(seen, shape=seen.shape[1:]))
             codes: list[Any] = [part for operand in _matrices(layer, group) for part in _codes(graph, operand, context)]
             biases = list(group[2:4]) if layer.biases else [None, None]
             projection = codes[4:] or [None, None]
