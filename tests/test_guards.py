@@ -453,6 +453,18 @@ def test_a_tensor_of_the_model_replaced_by_one_of_another_kind(name, way, kind):
             assert torch.equal(small(x), reference(x)), value
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_bias_that_is_taken_away(asked):
+    """Where nobody asks whether it is there, the graph goes on without it."""
+    forward = (lambda self, x: self.b(x) if self.a.bias is None else self.a(x)) if asked else lambda self, x: self.a(x)
+    model = net(forward, **layers("a", "b"))
+    small, x = inro_fx.quantize_graph(model, torch.randn(2, 8), Identity()), torch.randn(3, 8)
+    for m in (model, small):
+        m.a.bias = None
+    assert torch.equal(small(x), model(x))
+    assert bool(inro_fx.report(small).outside) is asked
+
+
 @pytest.mark.parametrize("asks", [lambda self, x: self.a.bias.requires_grad, lambda self, x: self.a(x).requires_grad, lambda self, x: (self.a.bias * 2).requires_grad],
                          ids=["parameter", "result", "product"])
 @pytest.mark.parametrize("name", ["a.bias", "b.bias"])

@@ -71,7 +71,7 @@ class Inside:
 class Watch:
     """What a graph depends on beside its inputs: modules, the contents of containers that their code may have read, and what its code
     was told of stored tensors, ``fixed``: the dict that holds it, its name, and what it was told of shape, dtype and requires_grad.
-    ``read`` are those that the graph reads, each with the dict that it is in: they are no None."""
+    ``read`` are those that the graph reads and user's code names, each with the dict that it is in: they are no None."""
 
     inside: list[Inside]
     containers: list[tuple[Any, Any]]
@@ -166,8 +166,10 @@ def watch(root: nn.Module, program: Program) -> Watch:
                 containers[id(container)] = container, container.copy()
     held: list[tuple[Any, str, Any, Any, Any]] = [
         (*place, *form, None) for name, form in program.fixed.items() for place in _places(root, name)]
+    users = {user_class(child) for child in root.modules()}
+    asked = frozenset().union(*(mentioned(user) for user in users if not user.__module__.startswith("torch.")))
     names = dict.fromkeys(str(n.target) for n in program.graph.nodes if n.op == "get_attr")
-    read = [place for name in names for place in _places(root, name)]
+    read = [place for name in names if name.rpartition(".")[2] in asked for place in _places(root, name)]
     if "requires_grad" in program.call.facts:
         held += [(m._parameters, name, None, None, p.requires_grad) for m in root.modules()
                  for name, p in m._parameters.items() if p is not None]
