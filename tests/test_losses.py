@@ -1,10 +1,8 @@
 """Nothing is lost: whatever stops quantizing, the model, the generators and torch are as they were; nothing float is kept too long or freed too soon."""
 
 import builtins
-import contextlib
 import copy
 import gc
-import inspect
 import io
 import logging
 import math
@@ -113,8 +111,8 @@ class Calls:
         self.stop, self.codes = stop, []
 
     def __call__(self, frame, event, _):
-        caller = frame.f_back.f_code.co_filename                            # where Python ignores errors: callbacks, and generators that it closes
-        hidden = caller == weakref.__file__ or (frame.f_code.co_flags & inspect.CO_GENERATOR and caller != contextlib.__file__)
+        # where Python ignores errors: callbacks, and generators that it closes
+        hidden = frame.f_code.co_name in ("<genexpr>", "named_parameters") or frame.f_back.f_code.co_filename == weakref.__file__
         if event == "call" and frame.f_code.co_filename.startswith(OURS) and not hidden:
             self.codes.append(frame.f_code)
             if len(self.codes) == self.stop:

@@ -17,7 +17,6 @@ from ..constants import storage_of
 from ..failures import InputError
 from ..structure import attributes_of
 from .call import IMMUTABLE
-from .clone import reachable
 from .draws import own_draws
 from .listener import Listener
 from .traced import quiet
@@ -127,14 +126,8 @@ def run(model: nn.Module, example: Example) -> Any:
     """``model.forward`` on a copy of the example, without hooks of the root. It draws the same at each run, and leaves nothing behind
     outside of the model."""
     args, kwargs = example.fresh()
-    heard = Listener()
-    try:
-        with quiet(model), own_draws() if example.draws else contextlib.nullcontext():
-            output = heard.hear(lambda: model.forward(*args, **kwargs))
-        heard.settle(reachable([output]))
-        return output
-    finally:
-        heard.put_back()
+    with quiet(model), own_draws() if example.draws else contextlib.nullcontext():
+        return Listener().aside(lambda: model.forward(*args, **kwargs))
 
 
 def compare(want: Any, got: Any) -> str | None:

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map
 from ..failures import ModelError
 from ..program import meta_of
 from ..run.forward import GraphForward, attach_program, detach_programs
-from .clone import reachable
 from .draws import seed_extremes
 from .example import Example, compare, run
 from .listener import Listener
@@ -146,12 +145,8 @@ def _try_rung(session: Session, rung: str, example: Example, want: Any, others: 
         else:
             if rung == "layers":
                 session.leaves.update(path for path, module in session.root.named_modules() if any(True for _ in module.children()))
-            heard = Listener()
-            try:
-                with session.drawing():
-                    heard.settle(reachable([heard.hear(lambda: session.run_python("", args, kwargs))]))
-            finally:
-                heard.put_back()
+            with session.drawing():
+                Listener().aside(lambda: session.run_python("", args, kwargs))
     session.state.restore()
     for path, program in {**session.layers, **session.captures}.items():
         attach_program(session.root.get_submodule(path), program)

@@ -26,6 +26,7 @@ import torch
 
 from ..run.changes import GLOBAL_HOOKS
 from .bytecode import questions_of, tries_of
+from .clone import reachable
 from .draws import Generators, outside_draws, state_of
 from .frames import INTERNAL, OWN
 
@@ -98,6 +99,15 @@ class Listener:
         finally:
             sys.setprofile(before)
             self.drew = self.drew or (self.may_draw and self._generators.numpy_moved())
+
+    def aside(self, work: Callable[[], Any]) -> Any:
+        """The same for a run of our own, which leaves nothing behind outside of the model."""
+        try:
+            result = self.hear(work)
+            self.settle(reachable([result]))
+            return result
+        finally:
+            self.put_back()
 
     def take_refusal(self) -> str | None:
         """The first thing heard that no graph can say, once."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..constants import ABSENT, storage_of
 from ..failures import InputError
-from .clone import attributes, bound_storages, reachable
+from .clone import attributes, bound_storages
 from .draws import OwnDraws
 from .example import Example
 from .listener import Listener
@@ -253,12 +253,8 @@ def reference_run(root: nn.Module, example: Example, own: ModuleState) -> Refere
         try:
             heard = Listener()
             watch = _StateWatch(_storages(root, {**written, **kept}))
-            try:
-                with quiet(root), watch:
-                    want = heard.hear(lambda: root.forward(*args, **kwargs))  # noqa: B023
-                heard.settle(reachable([want]))
-            finally:
-                heard.put_back()
+            with quiet(root), watch:
+                want = heard.aside(lambda: root.forward(*args, **kwargs))  # noqa: B023
             replaced = tuple(name for name in kept if _held_or_none(root, name) is not copies[name])
             for name, before in kept.items():
                 if name in replaced:
@@ -295,16 +291,13 @@ def _run_past_modes(root: nn.Module, example: Example, own: ModuleState) -> Refe
     versions = {name: held_tensor(root, name)._version for name in kept}
     args, kwargs = example.fresh()
     heard = Listener()
+    heard.drew = heard.seeded = True                     # compiled code draws unheard
     try:
         torch._dynamo.reset()
         with quiet(root):
-            want = heard.hear(lambda: root.forward(*args, **kwargs))
+            want = heard.aside(lambda: root.forward(*args, **kwargs))
     except Exception:
         want = None
-    finally:
-        heard.settle(reachable([want]))
-        heard.drew = heard.seeded = True                 # compiled code draws unheard
-        heard.put_back()
     for name, before in kept.items():
         if held_tensor(root, name)._version == versions[name]:
             put_state(root, name, before)
