@@ -27,9 +27,9 @@ static int check(int64_t rows, int64_t in, int64_t out, int levels, int level, i
     int bad = inro_linear(&l);
     int8_t *q = malloc((size_t)(levels * (in + STEP)));
     for (int64_t r = 0; r < rows && !bad; r++) {
-        float s;
+        float s, undo;
         int32_t sums[2];
-        const quantized row = {q, in, &s, sums};
+        const quantized row = {q, in, &s, &undo, sums};
         if (fixed) quantize_fixed(x + r * stride, in, step, (float)zero, PORTABLE, &row);
         else if (quantize_row(x + r * stride, in, levels, PORTABLE, &row)) continue;        /* in floats: checked by the tests in Python */
         for (int64_t n = 0; n < out && !bad; n++) {
@@ -153,8 +153,58 @@ static int check_halves(int level) {
     return bad != 0;
 }
 
+/* Steps of a recurrent layer against libm in double, with h as it was before each step: what 15 (or 7) bits of it lose is small. */
+static int check_recurrent(int64_t steps, int64_t batch, int64_t hidden, int cell, int levels, int level, int threads, int reverse) {
+    static const int gates_of[] = {4, 3, 1, 1};
+    const int64_t width = gates_of[cell] * hidden, states = batch * hidden;
+    float *gates = malloc((size_t)(steps * batch * width) * sizeof(float)), *scale = malloc((size_t)width * sizeof(float));
+    float *bias = malloc((size_t)width * sizeof(float)), *h = malloc((size_t)states * sizeof(float)), *c = malloc((size_t)states * sizeof(float));
+    float *y = malloc((size_t)(steps * states) * sizeof(float)), *was = malloc((size_t)states * sizeof(float)), *c_was = malloc((size_t)states * sizeof(float));
+    int8_t *w = malloc((size_t)(width * hidden));
+    for (int64_t i = 0; i < steps * batch * width; i++) gates[i] = (float)((int32_t)draw()) / 1073741824.0f;
+    for (int64_t i = 0; i < width; i++) scale[i] = 0.004f / (float)hidden, bias[i] = (float)(draw() % 9) / 4.0f - 1.0f;
+    for (int64_t i = 0; i < width * hidden; i++) w[i] = (int8_t)((int)(draw() % 255) - 127);
+    for (int64_t i = 0; i < states; i++) h[i] = was[i] = (float)((int32_t)draw()) / 2147483648.0f, c[i] = c_was[i] = h[i] * 2.0f;
+    const recurrence r = {gates, w, scale, bias, h, cell == 0 ? c : NULL, y, steps, batch, hidden, 1, cell, reverse, levels, threads, level};
+    int bad = inro_recurrent(&r);
+    for (int64_t s = 0; s < steps && !bad; s++) {
+        const int64_t t = reverse ? steps - 1 - s : s;
+        for (int64_t b = 0; b < batch; b++)
+            for (int64_t j = 0; j < hidden; j++) {
+                double x[4], g[4], want;
+                for (int k = 0; k < gates_of[cell]; k++) {
+                    const int64_t n = k * hidden + j;
+                    g[k] = bias[n];
+                    for (int64_t i = 0; i < hidden; i++) g[k] += (double)was[b * hidden + i] * w[n * hidden + i] * scale[n];
+                    x[k] = gates[(t * batch + b) * width + n];
+                }
+                const double first = 1 / (1 + exp(-x[0] - g[0])), second = gates_of[cell] > 1 ? 1 / (1 + exp(-x[1] - g[1])) : 0;
+                if (cell == 0) {
+                    c_was[b * hidden + j] = (float)(second * c_was[b * hidden + j] + first * tanh(x[2] + g[2]));
+                    want = tanh(c_was[b * hidden + j]) / (1 + exp(-x[3] - g[3]));
+                } else if (cell == 1) {
+                    const double new = tanh(x[2] + first * g[2]);
+                    want = new + second * (was[b * hidden + j] - new);
+                } else want = cell == 2 ? tanh(x[0] + g[0]) : fmax(x[0] + g[0], 0);
+                bad |= !(fabs(y[(t * batch + b) * hidden + j] - want) < (levels == 2 ? 1e-3 : 0.02));
+            }
+        for (int64_t i = 0; i < states; i++) was[i] = y[t * states + i];
+    }
+    for (int64_t i = 0; i < states && !bad; i++) bad = h[i] != y[(reverse ? 0 : steps - 1) * states + i];
+    if (bad) printf("recurrent: steps %ld batch %ld hidden %ld cell %d levels %d level %d\n", (long)steps, (long)batch, (long)hidden, cell, levels, level);
+    free(gates), free(scale), free(bias), free(h), free(c), free(y), free(was), free(c_was), free(w);
+    return bad;
+}
+
 int main(void) {
     int failed = 0, passed = 0;
+    for (int level = 0; level <= inro_level(); level++)
+        for (int cell = 0; cell < 4; cell++)
+            for (int i = 0; i < 40; i++) {
+                static const int64_t hidden[] = {1, 3, 8, 31, 64, 100};
+                failed += check_recurrent(1 + draw() % 4, 1 + draw() % 9, hidden[draw() % 6], cell, 1 + i % 2, level, 1 + (int)(draw() % 4), (int)(draw() % 2))
+                    ? 1 : (passed++, 0);
+            }
     for (int level = 0; level <= inro_level(); level++) {
         failed += check_halves(level);
         static const int64_t sizes[] = {1, 2, 15, 16, 17, 31, 33, 64, 100, 129}, groups[] = {0, 1, 7, 16, 32, 64};
