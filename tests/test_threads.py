@@ -246,6 +246,15 @@ def test_nothing_that_all_threads_share_is_changed_while_a_model_is_quantized(in
     assert not [c for c in changes if c]
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_hooks_on_all_modules_do_not_hear_the_runs_of_the_compiler(name, scheme, handles):
+    model, inputs = MODELS[name]()
+    seen = counted(handles)
+    inro_fx.quantize_graph(model.eval(), inputs, scheme)
+    assert seen == {}
+
+
 @pytest.mark.parametrize("kind", ["pre", "forward", "backward"])
 def test_hooks_on_all_modules_fire_in_other_threads_while_one_quantizes(kind, handles):
     counts, runs = {}, []

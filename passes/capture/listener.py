@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from ..run.changes import GLOBAL_HOOKS
 from .bytecode import questions_of, tries_of
 from .clone import reachable
 from .draws import Generators, outside_draws, state_of
@@ -83,15 +82,13 @@ class Listener:
         self._drawn_from: list[tuple[str, Any, Any, Callable[[], None]]] = []       # (name, generator, its state, what puts it back)
         self._known: dict[types.CodeType, bool] = {}        # code -> is it torch's or ours?
         self._generators = Generators()
-        self._collecting: set[Any] = set()      # the code of callbacks of Python's garbage collector, which runs at any moment, and of
-                                                # hooks on all modules: what they remember is other threads', too
+        self._collecting: set[Any] = set()      # the code of callbacks of Python's garbage collector, which runs at any moment
         self._aside: types.FrameType | None = None             # such a callback, while it runs
 
     def hear(self, work: Callable[[], Any]) -> Any:
         """The result of ``work``, during which this listens. (No context manager: an interrupt at the call of its exit would leave the
         profile function of the thread for ever.)"""
-        others = [*gc.callbacks, *(hook for hooks in GLOBAL_HOOKS for hook in hooks.values())]
-        self._collecting = {getattr(inspect.unwrap(getattr(f, "__func__", f)), "__code__", None) for f in others}
+        self._collecting = {getattr(getattr(f, "__func__", f), "__code__", None) for f in gc.callbacks}
         before = sys.getprofile()
         try:
             sys.setprofile(self._hear)

@@ -25,6 +25,11 @@ class Traced(Part):
 
     order = 5
 
+    @classmethod
+    def compose(cls, user: type[Any], namespace: dict[str, Any]) -> tuple[type, ...]:
+        namespace["__call__"] = cls.__call__                # before that of a part which has one for the class itself
+        return ()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tracer = active()
         call = functools.partial(call_quietly, self) if tracer is not None and global_hooks() else super().__call__

@@ -15,16 +15,16 @@ from ..constants import ABSENT
 from ..program import Program
 from .classes import TORCHS, user_class
 
-__all__ = ["GLOBAL_HOOKS", "Watch", "global_hooks", "mentioned", "mentioned_by", "watch"]
+__all__ = ["Watch", "global_hooks", "mentioned", "mentioned_by", "watch"]
 
-GLOBAL_HOOKS = tuple(getattr(torch_module, name) for name in (
+_GLOBAL = tuple(getattr(torch_module, name) for name in (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def global_hooks() -> bool:
     """Are there hooks on all modules of the process?"""
-    return any(GLOBAL_HOOKS)
+    return any(_GLOBAL)
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:

@@ -50,7 +50,7 @@ class GraphForward(Part):
     @classmethod
     def compose(cls, user: type[Any], namespace: dict[str, Any]) -> tuple[type, ...]:
         namespace["forward"] = copy_of(cls.forward, user.forward)
-        namespace["__call__"] = user.__call__ if "__call__" in vars(user) else nn.Module.__call__
+        namespace.setdefault("__call__", user.__call__ if "__call__" in vars(user) else nn.Module.__call__)
         if issubclass(user, fx.GraphModule):
             namespace.update(graph=borrowed("graph"), code=borrowed("code"), recompile=GraphView.recompile)
             return ()
