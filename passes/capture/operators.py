@@ -11,8 +11,8 @@ from torch import fx
 
 from .proxy import TensorProxy
 
-__all__ = ["BY_VALUES", "COUNTED", "OPEN_RANKS", "RESHAPES", "SIZE_NUMBERS", "STRIDE_NUMBERS", "follows_from_inputs", "is_mutating",
-           "last_argument", "name_of", "sizes_by_values"]
+__all__ = ["BY_VALUES", "COUNTED", "GIVE_BACK", "OPEN_RANKS", "RESHAPES", "SIZE_NUMBERS", "STRIDE_NUMBERS", "follows_from_inputs",
+           "is_mutating", "last_argument", "name_of", "sizes_by_values"]
 
 SIZE_NUMBERS = {"size", "numel", "nelement", "__len__", "len", "sym_size", "sym_numel"}            # they follow from sizes
 STRIDE_NUMBERS = {"stride", "storage_offset", "is_contiguous", "sym_stride", "sym_storage_offset"}
@@ -20,6 +20,8 @@ COUNTED = {"unbind", "split", "chunk", "tensor_split", "tolist", "where", "nonze
            "unsafe_chunk", "split_with_sizes", "broadcast_tensors", "meshgrid"}         # their number follows from sizes
 OPEN_RANKS = {"squeeze", "squeeze_", "squeeze_copy", "atleast_1d", "atleast_2d", "atleast_3d"}      # the rank follows from sizes
 BY_VALUES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "unique_dim", "bincount", "histogramdd", "_unique2"}
+GIVE_BACK = {"contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool",
+             "cpu", "cuda", "dropout", "alpha_dropout", "resolve_conj", "resolve_neg"}    # their input, where there is nothing to do
 RESHAPES = {"squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_", "as_strided_", "resize_", "resize_as_", "set_"}
 
 

@@ -115,7 +115,7 @@ class TensorProxy(Tensor):
     fixed_last: bool
     by_values: bool
     wants_grad: bool
-    same_as = 0                 # the id of the traced value whose tensor an operator gave back: in a set they meet, and are compared
+    same_as = 0                 # the id of the traced value whose tensor this may be: in a set they meet, and are compared
     _is_param = False
 
     @staticmethod

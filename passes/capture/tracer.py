@@ -28,7 +28,7 @@ from .clone import reachable
 from .decompose import DECOMPOSITIONS
 from .frames import at_work, by_torch, where
 from .listener import Listener, unheard
-from .operators import RESHAPES, is_mutating, name_of
+from .operators import GIVE_BACK, RESHAPES, is_mutating, name_of
 from .proxy import FACT_METHODS, OVER, NumberProxy, Shape, TensorProxy, TraceError, any_proxy, example_of, examples, is_proxy, proxies_in
 from .questions import Questions
 from .values import wrapped
@@ -81,7 +81,7 @@ class Tracer:
         self.asked = Questions(self, self.listener)
         self.settings: dict[str, Any] = {}
         self.effect: str | None = None
-        self.gave_back = False                  # has an operator given back one of its inputs, and no tensor of its own?
+        self.gave_back = False                  # may an operator have given back one of its inputs, and no tensor of its own?
         self.caught = False                     # would the traced code catch what an operator raises?
         self.raised = False                     # did an operator raise, and the traced code go on?
         self.resting = False                    # functions of torch are not recorded: the tracer itself calls them
@@ -284,7 +284,9 @@ class Tracer:
         except Exception:
             self.raised = True
             raise
-        same = next((p for p in proxies if p.example is value), None) if isinstance(value, Tensor) else None
+        may = name_of(target) in GIVE_BACK
+        tensors = (p for p in proxies if type(p) is TensorProxy and (may or p.example is value))
+        same = next(tensors, None) if isinstance(value, Tensor) else None
         self.gave_back = self.gave_back or same is not None
         node = self.graph.create_node(kind, target, node_args, node_kwargs)
         annotate(node, module=self.module, where=where())
