@@ -10,7 +10,6 @@
 #include <math.h>
 #include <string.h>
 
-#define OUTLIER 350.0                                 /* one number against the mean of the others: they keep about 0.5 % */
 #define LARGEST 3.402823466e38f                       /* finite float; infinity and NaN are not <= it */
 #define SMALLEST 1.17549435e-38f                      /* normal float; 1 / s is finite from there on */
 

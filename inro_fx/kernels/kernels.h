@@ -57,6 +57,8 @@ typedef struct {
 #define LOW 0x1p-96f                                  /* activations from here on have normal scales */
 #define HIGH 0x1p96f                                  /* 2^96 / 127 * 2^30 and 2^96 * 2^7 * 65536 are finite, with room */
 
+#define OUTLIER 350.0                                 /* one number against the mean of the others: they keep about 0.5 % */
+
 static inline float lift_by(float largest) { return largest > HIGH ? 1.0f / LIFT : largest < LOW && largest > 0.0f ? LIFT : 1.0f; }
 
 /* activations.c */
@@ -82,6 +84,24 @@ typedef struct {
     int cell, reverse, levels, threads, level;         /* cell: 0 LSTM, 1 GRU, 2 tanh, 3 ReLU */
 } recurrence;
 int inro_recurrent(const recurrence *r);
+
+/* convolution.c: one convolution of 1 to 3 dimensions, plain or transposed, as Convolution in binding.py. Images are */
+enum { CODES, PLANES, CHANNELS_LAST };                 /* uint8 [n, d, h, w, c], float32 [n, c, d, h, w], float32 [n, d, h, w, c] */
+enum { NOTHING, CLAMP, LEAKY, HARDSIGMOID, HARDSWISH, SIGMOID, SILU, TANH, GELU };     /* activations */
+typedef struct { float scale; int32_t zero; } format;  /* number = scale * (code - zero) */
+typedef struct {
+    const void *x;                                     /* [n, in, *size] */
+    const int8_t *codes;                               /* [out, *kernel, in / groups]; transposed: out counts group by group */
+    const float *scale, *bias;                         /* scale of each output channel, or (`scale_step` 0) of all; bias or NULL */
+    const uint8_t *residual;                           /* CODES like y, which are added to the results, or NULL */
+    void *y;                                           /* [n, out, *result] */
+    int64_t n, in, out, groups, scale_step;
+    int64_t size[3], kernel[3], stride[3], pad[3], dilation[3], result[3];         /* pad: before the first */
+    format input, added, output;                       /* of x, the residual, and y where they are codes; input also where `fixed` */
+    float low, high;                                   /* of CLAMP; `low` the slope of LEAKY */
+    int x_form, y_form, transposed, fixed, levels, activation, threads, level;     /* fixed: of one level; else each sample has a scale */
+} convolution;
+int inro_convolution(const convolution *l);            /* 0; 1 where floats must compute it; -1 where memory ran out */
 
 /* groups.c */
 int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int64_t group, const float *scale, int64_t scale_step,

@@ -89,12 +89,47 @@ static inline void multiply_blocks(const panel *p, block_function block) {
 #define DO4(F) DO3(F) F(3)
 #define DO5(F) DO4(F) F(4)
 #define DO6(F) DO5(F) F(5)
-#define DO8(F) DO6(F) F(6) F(7)
-#define DO12(F) DO8(F) F(8) F(9) F(10) F(11)
+#define DO7(F) DO6(F) F(6)
+#define DO8(F) DO7(F) F(7)
+#define DO9(F) DO8(F) F(8)
+#define DO10(F) DO9(F) F(9)
+#define DO11(F) DO10(F) F(10)
+#define DO12(F) DO11(F) F(11)
 
 /* Rows are short for the hardware's prefetcher: the next block is asked for while this one is used, into the second-level cache,
    whose queue is longer: 27 GB/s in the place of 18 where it was measured. (A prefetch cannot fault.) */
 #define NEXT(j) _mm_prefetch((const char *)(w[j] + NR * k + p), _MM_HINT_T1);
+
+/* Eight rows of up to sixteen codes, `apart` from each other (`width` of them are there, and `left` codes of each), as eight vectors of
+   8 rows x 2 codes, which become words. */
+__attribute__((target("avx2"), always_inline))
+static inline void transpose_eight(const int8_t *codes, int64_t apart, int64_t left, int width, __m256i b[8]) {
+    __m256i a[8];
+    for (int j = 0; j < 8; j++) {
+        const int8_t *from = codes + j * apart;
+        __m128i bytes = _mm_setzero_si128();
+        if (j < width && left >= 16) bytes = _mm_loadu_si128((const __m128i *)from);
+        else if (j < width && left > 0) {
+            int8_t some[16] = {0};
+            memcpy(some, from, (size_t)left);
+            bytes = _mm_loadu_si128((const __m128i *)some);
+        }
+        a[j] = _mm256_cvtepi8_epi16(bytes);            /* eight words of two codes */
+    }
+    for (int j = 0; j < 8; j += 2) {
+        b[j] = _mm256_unpacklo_epi32(a[j], a[j + 1]);
+        b[j + 1] = _mm256_unpackhi_epi32(a[j], a[j + 1]);
+    }
+    for (int j = 0; j < 8; j += 4)
+        for (int i = 0; i < 2; i++) {
+            a[j + 2 * i] = _mm256_unpacklo_epi64(b[j + i], b[j + i + 2]);
+            a[j + 2 * i + 1] = _mm256_unpackhi_epi64(b[j + i], b[j + i + 2]);
+        }
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm256_permute2x128_si256(a[i], a[i + 4], 0x20);
+        b[i + 4] = _mm256_permute2x128_si256(a[i], a[i + 4], 0x31);
+    }
+}
 
 /* ---- AVX-512 ---- */
 
@@ -104,17 +139,10 @@ static inline __mmask16 lanes_from(int64_t i, int64_t n) {
     return n - i >= 16 ? (__mmask16)0xffff : n <= i ? 0 : (__mmask16)((1u << (n - i)) - 1);
 }
 
-/* Sixteen columns from `first` on, their codes from `k` on, as sixteen vectors of 16 columns x 4 codes: a transposition of words of
-   four bytes in four rounds. */
+/* Sixteen vectors of sixteen words of four bytes, transposed in four rounds. */
 __attribute__((target(TARGET_VNNI), always_inline))
-static inline void transpose_sixteen(const panel p, int first, int64_t k, __m512i a[16]) {
-    const int8_t *codes = p.codes + first * p.in + k;
-    const int64_t left = p.in - k;
-    const int width = p.width - first;
-    const __mmask64 some = left >= STEP ? (__mmask64)-1 : (__mmask64)-1 >> (STEP - left);
+static inline void transpose_words(__m512i a[16]) {
     __m512i b[16];
-    for (int j = 0; j < 16; j++)
-        a[j] = j < width ? _mm512_maskz_loadu_epi8(some, codes + j * p.in) : _mm512_setzero_si512();
     for (int j = 0; j < 16; j += 2) {
         b[j] = _mm512_unpacklo_epi32(a[j], a[j + 1]);
         b[j + 1] = _mm512_unpackhi_epi32(a[j], a[j + 1]);
@@ -133,6 +161,15 @@ static inline void transpose_sixteen(const panel p, int first, int64_t k, __m512
         a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
         a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
     }
+}
+
+/* Sixteen rows of up to STEP codes, `apart` from each other (`width` of them are there, and `left` codes of each), as sixteen vectors of
+   16 rows x 4 codes. */
+__attribute__((target(TARGET_VNNI), always_inline))
+static inline void transpose_sixteen(const int8_t *codes, int64_t apart, int64_t left, int width, __m512i a[16]) {
+    const __mmask64 some = left >= STEP ? (__mmask64)-1 : (__mmask64)-1 >> (STEP - left);
+    for (int j = 0; j < 16; j++) a[j] = j < width ? _mm512_maskz_loadu_epi8(some, codes + j * apart) : _mm512_setzero_si512();
+    transpose_words(a);
 }
 #endif
 

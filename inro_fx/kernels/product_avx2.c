@@ -64,34 +64,9 @@ static void transpose(const panel *at) {
     int16_t *packed = p.packed;
     for (int half = 0; half < 2; half++)
         for (int64_t k = 0; k < p.padded; k += 16) {
-            __m256i a[8], b[8];
-            for (int j = 0; j < 8; j++) {
-                const int column = half * 8 + j;
-                const int64_t left = column < p.width ? p.in - k : 0;
-                const int8_t *from = p.codes + column * p.in + k;
-                __m128i bytes = _mm_setzero_si128();
-                if (left >= 16) bytes = _mm_loadu_si128((const __m128i *)from);
-                else if (left > 0) {
-                    int8_t some[16] = {0};
-                    memcpy(some, from, (size_t)left);
-                    bytes = _mm_loadu_si128((const __m128i *)some);
-                }
-                a[j] = _mm256_cvtepi8_epi16(bytes);    /* eight words of two codes */
-            }
-            for (int j = 0; j < 8; j += 2) {
-                b[j] = _mm256_unpacklo_epi32(a[j], a[j + 1]);
-                b[j + 1] = _mm256_unpackhi_epi32(a[j], a[j + 1]);
-            }
-            for (int j = 0; j < 8; j += 4)
-                for (int i = 0; i < 2; i++) {
-                    a[j + 2 * i] = _mm256_unpacklo_epi64(b[j + i], b[j + i + 2]);
-                    a[j + 2 * i + 1] = _mm256_unpackhi_epi64(b[j + i], b[j + i + 2]);
-                }
-            for (int i = 0; i < 4; i++) {
-                b[i] = _mm256_permute2x128_si256(a[i], a[i + 4], 0x20);
-                b[i + 4] = _mm256_permute2x128_si256(a[i], a[i + 4], 0x31);
-            }
-            for (int i = 0; i < 8; i++) _mm256_store_si256((__m256i *)(packed + (k / 2 + i) * 32 + half * 16), b[i]);
+            __m256i words[8];
+            transpose_eight(p.codes + half * 8 * p.in + k, p.in, p.in - k, p.width - half * 8, words);
+            for (int i = 0; i < 8; i++) _mm256_store_si256((__m256i *)(packed + (k / 2 + i) * 32 + half * 16), words[i]);
         }
 }
 

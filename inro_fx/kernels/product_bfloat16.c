@@ -13,7 +13,7 @@ static void pack(const panel *at) {
     for (int half = 0; half < 2; half++)
         for (int64_t k = 0; k < p.in; k += STEP) {
             __m512i words[16];
-            transpose_sixteen(p, half * 16, k, words);
+            transpose_sixteen(p.codes + half * 16 * p.in + k, p.in, p.in - k, p.width - half * 16, words);
             for (int i = 0; i < 16; i++) {
                 __m512 code[4];
                 const int64_t first = k + 4 * i < p.in ? k + 4 * i : p.in - 1;

@@ -70,7 +70,7 @@ static inline void transpose(const panel p, __m512i flip) {
     for (int half = 0; half < 2; half++)
         for (int64_t k = 0; k < p.in; k += STEP) {
             __m512i words[16];
-            transpose_sixteen(p, half * 16, k, words);
+            transpose_sixteen(p.codes + half * 16 * p.in + k, p.in, p.in - k, p.width - half * 16, words);
             for (int i = 0; i < 16; i++)
                 _mm512_storeu_si512((char *)p.packed + ((k / 4 + i) * 2 + half) * 64, _mm512_xor_si512(words[i], flip));
         }

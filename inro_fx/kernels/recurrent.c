@@ -8,38 +8,14 @@
 #endif
 
 #include "kernels.h"
+#include "functions.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { LSTM, GRU, TANH, RELU };
+enum { LSTM, GRU, WITH_TANH, WITH_RELU };
 static const int gates_of[] = {4, 3, 1, 1};
-
-/* ---- functions of gates: loops that compilers turn into vectors, for floats of any size and NaN ---- */
-
-/* e^x by 2^n * e^r, |r| <= ln 2 / 2, and Taylor's series of e^r; relative error below 2e-7. */
-__attribute__((always_inline))
-static inline float exponential(float x) {
-    x = x > 88.0f ? 88.0f : x;
-    x = x < -87.0f ? -87.0f : x;
-    const float n = floorf(x * 1.44269504f + 0.5f), r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-    const float series = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (0.00833333333f + r * 0.00138888889f)))));
-    const int32_t power = (int32_t)((uint32_t)((int32_t)n + 127) << 23);
-    float two;
-    memcpy(&two, &power, sizeof two);
-    return series * two;
-}
-
-__attribute__((always_inline))
-static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
-
-__attribute__((always_inline))
-static inline float tangent(float x) {                 /* near zero 1 - 2 / (e^2x + 1) has lost its digits */
-    const float s = x * x, small = x * (1.0f - s * (0.333333333f - s * (0.133333333f - s * 0.053968254f)));
-    const float large = 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
-    return s < 0.01f ? small : large;
-}
 
 /* One row: `x` are its products with x, `h` those with the state before; to `state`, and to `cell_state` of an LSTM. */
 __attribute__((always_inline))
@@ -57,7 +33,7 @@ static inline void row(int cell, const float *restrict x, const float *restrict 
             const float r = sigmoid(x[j] + h[j]), z = sigmoid(x[n + j] + h[n + j]), new = tangent(x[2 * n + j] + r * h[2 * n + j]);
             state[j] = new + z * (state[j] - new);
         }
-    else if (cell == TANH)
+    else if (cell == WITH_TANH)
         for (int64_t j = 0; j < n; j++) state[j] = tangent(x[j] + h[j]);
     else
         for (int64_t j = 0; j < n; j++) {
