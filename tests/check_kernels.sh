@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 out=$(mktemp -d)
-sources="check_kernels.c $(ls ../inro_fx/kernels/*.c | grep -v operators.c)"         # whose functions are torch's
+sources="check_kernels.c $(ls ../inro_fx/kernels/*.c | grep -v -e operators.c -e tensors.c)"         # whose functions are torch's
 trap 'rm -rf "$out"' EXIT
 gcc -O1 -g -fopenmp -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=undefined $sources -o "$out/native" -lm
 ASAN_OPTIONS=detect_leaks=1 "$out/native"

@@ -30,7 +30,8 @@ TORCH_FUNCTIONS = (
     "torch_delete_stable_ivalue|_ZdlPv",       # since 2.13; before, C++'s operator delete
     "aoti_torch_dtype_float32", "aoti_torch_dtype_bfloat16", "aoti_torch_dtype_float16", "aoti_torch_dtype_float64",
     "aoti_torch_dtype_int8", "aoti_torch_dtype_uint8", "aoti_torch_dtype_int32", "aoti_torch_dtype_int64",
-    "aoti_torch_device_type_cpu", "aoti_torch_layout_strided", "aoti_torch_memory_format_contiguous_format")
+    "aoti_torch_device_type_cpu", "aoti_torch_layout_strided", "aoti_torch_memory_format_contiguous_format",
+    "torch_list_size", "torch_list_get_item", "torch_delete_list")
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 

@@ -8,142 +8,7 @@
    What these kernels do not cover goes to the overload `reference` of the same operator, which is Python. Errors are raised by
    torch's own `aoti_torch_check`, a C++ exception that passes through these frames. */
 
-#include "kernels.h"
-
-#include <stdio.h>
-#include <string.h>
-
-typedef uint64_t word;
-typedef void *handle;
-typedef void (*boxed)(word *, uint64_t, uint64_t);
-
-enum { ABI = 2 << 8 | 11 };                            /* the words are as torch 2.11 lays them out */
-static const uint64_t abi = (uint64_t)ABI << 48;
-
-/* In the order of TORCH_FUNCTIONS in kernels/binding.py. Those that give an int32_t give 0 for success. */
-static struct {
-    int32_t (*delete_tensor)(handle);
-    int32_t (*data)(handle, void **);
-    int32_t (*dim)(handle, int64_t *);
-    int32_t (*sizes)(handle, int64_t **);
-    int32_t (*strides)(handle, int64_t **);
-    int32_t (*dtype)(handle, int32_t *);
-    int32_t (*device)(handle, int32_t *);
-    int32_t (*layout)(handle, int32_t *);
-    int32_t (*empty)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, handle *);
-    int32_t (*library)(const char *, const char *, const char *, uint32_t, handle *);
-    int32_t (*implement)(handle, const char *, boxed, uint64_t);
-    int32_t (*call)(const char *, const char *, word *, uint64_t);
-    int32_t (*threads)(uint32_t *);
-    void (*check)(_Bool, const char *, const char *, uint32_t, const char *);
-    void (*delete_word)(word *);
-    int32_t (*float32)(void);
-    int32_t (*bfloat16)(void);
-    int32_t (*float16)(void);
-    int32_t (*float64)(void);
-    int32_t (*int8)(void);
-    int32_t (*uint8)(void);
-    int32_t (*int32)(void);
-    int32_t (*int64)(void);
-    int32_t (*cpu)(void);
-    int32_t (*strided)(void);
-    int32_t (*contiguous_format)(void);
-    const char *(*last_error)(void);                   /* NULL before torch 2.13 */
-} torch;
-
-static int32_t dtypes[3], float64_dtype, int8_dtype, uint8_dtype, int32_dtype, int64_dtype, cpu, strided;
-
-enum { DIMS = 32 };
-
-typedef struct {
-    char *data;
-    int64_t dim, *sizes, *strides;
-    int32_t dtype;
-    int plain;                                         /* a strided tensor on the CPU */
-} tensor;
-
-static tensor tensor_of(word given) {
-    const handle from = (handle)(uintptr_t)given;
-    tensor t = {0};
-    int32_t device = -1, layout = -1;
-    void *data = NULL;
-    t.plain = !torch.device(from, &device) && device == cpu && !torch.layout(from, &layout) && layout == strided && !torch.dim(from, &t.dim)
-        && t.dim <= DIMS && !torch.sizes(from, &t.sizes) && !torch.strides(from, &t.strides) && !torch.dtype(from, &t.dtype)
-        && !torch.data(from, &data);
-    t.data = data;
-    return t;
-}
-
-static int64_t numel(const tensor *t) {
-    int64_t n = 1;
-    for (int64_t i = 0; i < t->dim; i++) n *= t->sizes[i];
-    return n;
-}
-
-static int contiguous(const tensor *t) {
-    int64_t step = 1;
-    for (int64_t i = t->dim; i-- > 0; step *= t->sizes[i])
-        if (t->sizes[i] != 1 && t->strides[i] != step) return 0;
-    return 1;
-}
-
-/* x as rows of numbers side by side: the step from row to row, or -1. */
-static int64_t row_step(const tensor *x) {
-    const int64_t last = x->dim - 1;
-    int64_t step = -1, rows = 1;
-    if (x->sizes[last] != 1 && x->strides[last] != 1) return -1;
-    for (int64_t i = last; i-- > 0; rows *= x->sizes[i]) {
-        if (x->sizes[i] == 1) continue;
-        if (step < 0) step = x->strides[i];
-        else if (x->strides[i] != step * rows) return -1;
-    }
-    return step < 0 ? x->sizes[last] : step;
-}
-
-static int float_dtype(int32_t dtype) {
-    for (int i = 0; i < 3; i++)
-        if (dtypes[i] == dtype) return i;
-    return -1;
-}
-
-static void drop(word given) { torch.delete_tensor((handle)(uintptr_t)given); }
-
-/* The optional tensor of `given`, or 0. */
-static word optional(word given) { return given ? *(word *)(uintptr_t)given : 0; }
-
-static void drop_optional(word given) {
-    if (!given) return;
-    drop(optional(given));
-    torch.delete_word((word *)(uintptr_t)given);
-}
-
-static void fail(const char *message) { torch.check(0, "inro_fx", __FILE__, 0, message); }
-
-/* The operator as Python has it: whatever the kernels do not cover. */
-static void call_reference(const char *name, word *stack) {
-    if (!torch.call(name, "reference", stack, abi)) return;
-    const char *why = torch.last_error ? torch.last_error() : NULL;
-    fail(why ? why : "the reference of this operator failed: call its overload `reference` to see why");
-}
-
-/* A result like x but for its last size (x NULL: [rows, columns]), and where its numbers go. */
-static handle result(const tensor *x, int64_t rows, int64_t columns, int dtype, void **data) {
-    int64_t sizes[DIMS + 1], strides[DIMS + 1], step = 1;
-    const int64_t dim = x ? x->dim : 2;
-    handle y = NULL;
-    if (x) memcpy(sizes, x->sizes, (size_t)dim * sizeof(int64_t));
-    else sizes[0] = rows;
-    sizes[dim - 1] = columns;
-    for (int64_t i = dim; i-- > 0; step *= sizes[i] > 0 ? sizes[i] : 1) strides[i] = step;
-    if (torch.empty(dim, sizes, strides, dtypes[dtype], cpu, 0, &y) || torch.data(y, data)) return NULL;
-    prefer_huge_pages(*data, (size_t)step * size_of(dtype));
-    return y;
-}
-
-static int threads(void) {
-    uint32_t n = 1;
-    return torch.threads(&n) ? 1 : (int)n;
-}
+#include "operators.h"
 
 /* ---- which cases the kernels cover ---- */
 
@@ -203,9 +68,7 @@ static const char *wrong_linear(const tensor *x, const tensor *codes, const tens
 static tensor in_rows(word *given) {
     const tensor x = tensor_of(*given);
     if (!x.plain || x.dim == 0 || row_step(&x) >= 0) return x;
-    word stack[2] = {*given, (word)(uint32_t)torch.contiguous_format()};
-    if (torch.call("aten::contiguous", "", stack, abi)) fail("no memory for the input of a linear");
-    *given = stack[0];
+    make_contiguous(given);
     return tensor_of(*given);
 }
 
@@ -327,7 +190,7 @@ static void op_embedding(word *stack, uint64_t inputs, uint64_t outputs) {
 
 static const struct { const char *name; boxed function; } operators[] = {
     {"linear", op_linear}, {"linear_dynamic", op_linear_dynamic}, {"linear_static", op_linear_static},
-    {"embedding", op_embedding}, {"dequantize", op_dequantize},
+    {"embedding", op_embedding}, {"dequantize", op_dequantize}, {"conv", op_conv}, {"conv_static", op_conv_static},
 };
 
 /* Implements the operators on CPUs, by the addresses of torch's functions; 0, or -1 where torch refuses. */
