@@ -225,12 +225,12 @@ def _packed(root: nn.Module, weight: Mapping[str, Any], manifest: Manifest, tens
 
     if weight["scheme"] >= len(schemes):
         raise fail(f"is of scheme {shown(weight['scheme'])}, of {len(schemes)}")
-    shape, view, channels = (tuple(weight[k]) for k in ("shape", "view", "channels"))
+    shape, view, channels, reduced = (tuple(weight[k]) for k in ("shape", "view", "channels", "reduced"))
     split = len(shape) > 1 and len(view) == len(shape) + 1 and view[0] > 0 and view[0] * view[1] == shape[0] and view[2:] == shape[1:]
     if not (view == shape or (split and channels == (0, 2))) or list(channels) != sorted(set(channels)) \
-            or any(c >= len(view) for c in channels) or not channels or len(channels) == len(view):
+            or not channels or not reduced or sorted((*channels, *reduced)) != list(range(len(view))):
         raise fail(f"has a layout that is none: {shown(weight['view'])}, {shown(weight['channels'])}")
-    layout, scheme, dtype = Layout(shape, view, channels), schemes[weight["scheme"]], DTYPES[weight["dtype"]]
+    layout, scheme, dtype = Layout(shape, view, channels, reduced), schemes[weight["scheme"]], DTYPES[weight["dtype"]]
     if not dtype.is_floating_point or dtype.itemsize < 2 or not layout.columns:
         raise fail(f"is {shown(weight['dtype'])} {shown(list(shape))}")
     if len(weight["buffers"]) != len(scheme.parts) or len(weight["stored"]) != len(scheme.parts):

@@ -122,7 +122,7 @@ ROW = _record(layer=text, op=text, shape=shape, scheme=text, scale_min=maybe, sc
 SCHEMA = _record(
     format_version=size, inro_fx=text, torch=text, model=text, strict=flag,
     weights=_list(_record(module=text, name=text, buffers=names, holder=text, stored=names, scheme=size, shape=shape, view=shape,
-                          channels=shape, dtype=_is("a dtype", lambda v: type(v) is str and v in DTYPES))),
+                          channels=shape, reduced=shape, dtype=_is("a dtype", lambda v: type(v) is str and v in DTYPES))),
     schemes=_list(_is("a scheme", lambda v: type(v) is dict and type(v.get("name")) is str and all(
         type(k) is str and type(x) in (str, int, float, bool, type(None), list) for k, x in v.items()))),
     tensors=_table(_record(kind=_is("a kind of tensor", lambda v: type(v) is str and v in KINDS), names=names, shape=shape, crc32=checksum,

@@ -113,8 +113,14 @@ def nodes_of(session: Session) -> dict[tuple[str, str], fx.Node]:
 def takes_inputs(nodes: Mapping[tuple[str, str], fx.Node], weight: Weight) -> bool:
     """Can the scheme's own operator quantize the inputs of every use of a weight?"""
     used = [(t, nodes.get((t.capture, t.node or ""))) for t in weight.targets]
-    return len(weight.constant.shape) == 2 and not isinstance(weight.scheme.operator("linear"), str) and all(
-        n is not None and activation_of(n, t.use) is not None for t, n in used)
+    return all(n is not None and activation_of(n, t.use) is not None and _has_operator(weight, n) for t, n in used)
+
+
+def _has_operator(weight: Weight, node: fx.Node) -> bool:
+    carrier = carrier_of(node.target)
+    operator = carrier.fused if carrier is not None else None
+    matrix = len(weight.constant.shape) == 2
+    return operator is not None and not isinstance(weight.scheme.operator(operator), str) and matrix == (operator == "linear")
 
 
 def _is_recurrent(node: fx.Node | None) -> bool:

@@ -155,7 +155,8 @@ def _weights_of(model: nn.Module, schemes: list[Scheme]) -> list[dict[str, Any]]
             schemes += [packed.scheme] if number == len(schemes) else []
             found.append(dict(module=path, name=name, buffers=list(packed.buffers), holder=paths[id(links[0][0])],
                               stored=[there for _, there in links], scheme=number, shape=list(packed.layout.shape),
-                              view=list(packed.layout.view), channels=list(packed.layout.channels), dtype=dtype_name(packed.dtype)))
+                              view=list(packed.layout.view), channels=list(packed.layout.channels),
+                              reduced=list(packed.layout.reduced), dtype=dtype_name(packed.dtype)))
     return found
 
 

@@ -18,26 +18,27 @@ class Layout:
     """A weight of ``shape`` as a matrix [out, in]: one row for each output channel.
 
     The weight is first viewed as ``view`` (equal to ``shape`` but for grouped transposed convolutions); its axes in
-    ``channels`` make the rows, the others the columns.
+    ``channels`` make the rows, those in ``reduced`` the columns, in that order.
     """
 
     shape: tuple[int, ...]
     view: tuple[int, ...]
     channels: tuple[int, ...]
+    reduced: tuple[int, ...]
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], reduced: tuple[int, ...], groups: int = 1) -> Layout:
-        """The layout in which the axes ``reduced`` are summed over. ``groups`` splits axis 0 of a transposed convolution."""
+    def of(cls, shape: tuple[int, ...], reduced: tuple[int, ...], groups: int = 1, taps_first: bool = False) -> Layout:
+        """The layout in which the axes ``reduced`` are summed over. ``groups`` splits axis 0 of a transposed convolution; ``taps_first``:
+        the input channels of each tap of a convolution lie side by side."""
+        view = (groups, shape[0] // groups, *shape[1:]) if groups > 1 else shape
         if groups > 1:
-            view = (groups, shape[0] // groups, *shape[1:])
-            return cls(shape, view, (0, 2))
-        if len(reduced) == len(shape):          # summed over altogether, as in the middle of a chain: any rows will do
-            reduced = tuple(range(1, len(shape)))
-        return cls(shape, shape, tuple(a for a in range(len(shape)) if a not in reduced))
-
-    @property
-    def reduced(self) -> tuple[int, ...]:
-        return tuple(a for a in range(len(self.view)) if a not in self.channels)
+            channels: tuple[int, ...] = (0, 2)
+        elif len(reduced) == len(shape):        # summed over altogether, as in the middle of a chain: any rows will do
+            channels = (0,)
+        else:
+            channels = tuple(a for a in range(len(shape)) if a not in reduced)
+        rest = [a for a in range(len(view)) if a not in channels]
+        return cls(shape, view, channels, tuple(rest[1:] + rest[:1] if taps_first else rest))
 
     @property
     def rows(self) -> int:

@@ -74,6 +74,8 @@ class Int8Static(Uniform):
                 "input_zero": torch.full((1, 1), zero, dtype=torch.int32, device=device)}
 
     def operator(self, op: str) -> tuple[Callable[..., Any], tuple[Any, ...]] | str:
+        if op == "conv":
+            return torch.ops.inro_fx.conv_static.default, ()
         return (torch.ops.inro_fx.linear_static.default, ()) if op == "linear" else f"no integer operator for {op}"
 
 

@@ -101,7 +101,9 @@ class Uniform:
             return getattr(torch.ops.inro_fx, op).default, (self.bits, self.group)
         if op == "recurrent":
             return torch.ops.inro_fx.recurrent.default, (self.activation == "dynamic", self.bits, self.group)
-        return f"no integer operator for {op}"
+        if op == "conv" and self.bits == 8 and not self.group:
+            return torch.ops.inro_fx.conv.default, (self.activation == "dynamic", self.bits, self.group)
+        return f"no integer operator for {op}" + (" of fewer bits, or with groups" if op == "conv" else "")
 
 
 def uniform(quant_max: int, granularity: str | int = "channel") -> Uniform:

@@ -6,8 +6,8 @@
     after     linear = inro_fx.linear(x, codes, scale, bias, ...)
 
 A linear may be spelled linear(x, w), x @ w, x @ w.t(), mm or addmm, and its weight may be rows of a larger one (the packed
-projections of attention); a lookup may be spelled embedding(ids, w), w[ids] or index_select; recurrent layers are in
-fuse_recurrent.py. What is not fused stays unpack-then-operator, and says why in ``meta["unfused"]``.
+projections of attention); a lookup may be spelled embedding(ids, w), w[ids] or index_select; convolutions are in fuse_conv.py,
+recurrent layers in fuse_recurrent.py. What is not fused stays unpack-then-operator, and says why in ``meta["unfused"]``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..constants import Alias
 from ..program import Context, Program, annotate, meta_of
 from ..solve.plan import Weight, uses_of
 from .driver import Match, Rule, apply_rules, drop_unread
+from .fuse_conv import CONVOLUTIONS
 from .fuse_recurrent import RECURRENT
 from .uses import call_of, constant_chain, finds, fused, operator_of, parts_of, rank_of, used, whole
 
@@ -155,5 +156,6 @@ def _fuse_embedding(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
 FUSIONS: tuple[Rule, ...] = (
     Rule("fuse linear", finds("linear"), _refuse_linear, _fuse_linear),
     Rule("fuse embedding", finds("embedding"), _refuse_embedding, _fuse_embedding),
+    *CONVOLUTIONS,
     *RECURRENT,
 )

@@ -199,7 +199,8 @@ def _decide(session: Session, constant: Constant, uses: list[Target], default: S
     if constant.name in session.held_elsewhere:
         return "code holds it in an attribute as well, past the module that owns it"
     first = min(uses, key=lambda t: t.use.op in LOOKUPS)
-    layout = Layout.of(constant.shape, first.use.reduced, first.use.groups)
+    convolved = first.use.op.startswith("conv") and not isinstance(scheme.operator("conv"), str)
+    layout = Layout.of(constant.shape, first.use.reduced, first.use.groups, taps_first=convolved)
     tensor = session.tensor(constant.name)
     if 0 in constant.shape:
         return "it is empty"
