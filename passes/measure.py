@@ -149,6 +149,15 @@ def _main_tensor(value: Any) -> Tensor | None:
     return value if plain else None
 
 
+def _numbers(node: fx.Node, value: Any, nodes: Mapping[str, fx.Node], value_of: Callable[[fx.Node], Any]) -> Any:
+    """The value of a node of a quantized program as floats, where it are codes."""
+    names = meta_of(node).get("format")
+    if names is None or value is None:
+        return value
+    scale, zero = (value_of(nodes[name]) for name in names)
+    return torch.ops.inro_fx.dequantize_codes.inference(value, scale, zero, torch.float32)
+
+
 def _squares(want: Tensor, got: Tensor) -> tuple[float, float]:
     """(noise, signal): infinities that agree count as nothing."""
     finite = want.isfinite() & got.isfinite()
@@ -246,7 +255,8 @@ def _isolating(session: Session, program: Program, errors: Mapping[Key, Errors],
             return
         for record, twin, constant in at[node.name]:
             if len(record.samples) < MOST_CALLS:
-                got = _main_tensor(_Evaluation(module, constant, env, floats, pack, floats_of if len(at[node.name]) > 1 else None).of(twin))
+                evaluation = _Evaluation(module, constant, env, floats, pack, floats_of if len(at[node.name]) > 1 else None)
+                got = _main_tensor(_numbers(twin, evaluation.of(twin), by_name, evaluation.value_of))
                 if got is not None and got.shape == out.shape:
                     noise, signal = _squares(out, got)
                     record.noise, record.signal, record.calls = record.noise + noise, record.signal + signal, record.calls + 1
@@ -369,12 +379,13 @@ def run_quantized(root: nn.Module, example: Example, programs: Mapping[str, Prog
 
 def _replaying(program: Program, errors: Mapping[Key, Errors], progress: Callable[[], None]) -> Observe:
     at: dict[str, list[Errors]] = {}
+    nodes = {n.name: n for n in program.graph.nodes}
     for (node, constant), probe in program.probes.items():
         if (program.path, node, constant) in errors:
             at.setdefault(probe.node, []).append(errors[program.path, node, constant])
 
     def observe(node: fx.Node, env: Mapping[fx.Node, Any], value: Any) -> None:
-        out = _main_tensor(value) if node.name in at else None
+        out = _main_tensor(_numbers(node, value, nodes, env.__getitem__)) if node.name in at else None
         for record in at[node.name] if out is not None else ():
             if record.samples and out is not None:
                 want, got = record.samples.pop(0), _sample(out)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from .failures import PassError
 from .program import Context, Pass, Program
+from .rules.epilogues import epilogues
 from .rules.fuse import fuse
+from .rules.integers import integers
 from .rules.quantize import quantize
 from .verify import verify
 
@@ -15,6 +17,8 @@ __all__ = ["PASSES", "run_passes"]
 PASSES: tuple[Pass, ...] = (
     quantize,          # weights become parts and their unpacking: right, and everywhere
     fuse,              # unpacking and operator become one call: after quantize, for it looks for unpacked weights
+    epilogues,         # batch norms and activations go into the convolution before them
+    integers,          # values between convolutions on codes stay codes: after epilogues, for it looks for what makes codes
 )
 
 

@@ -58,6 +58,7 @@ class Meta(TypedDict, total=False):
     weight_dtype: torch.dtype   # a dtype among its arguments that follows ``.half()`` of the model
     kernel: str                 # the operator that computes a use of a weight, for the report
     unfused: str                # why that is unpacking and the float operator
+    format: tuple[str, str]     # its value are codes: the nodes of their scale and zero point
 
 
 def meta_of(node: fx.Node) -> Meta:
@@ -122,7 +123,7 @@ class Program:
     captured output with a `Slot` for each result; ``weights`` are those read as codes, by name; ``probes`` are by
     (float node, weight); ``log`` says which rule did what, and which refused and why: (rule, node, reason or ""). ``effect`` is what the
     graph does that cannot be taken back (a draw, a write), ``settings`` are what its code asked of torch, ``fixed`` what it was told of
-    stored tensors: (shape, dtype), None for what it has not asked.
+    stored tensors: (shape, dtype), None for what it has not asked. ``gradients``: do they flow through it?
     """
 
     path: str
@@ -136,6 +137,7 @@ class Program:
     effect: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, tuple[tuple[int, ...] | None, torch.dtype | None]] = dataclasses.field(default_factory=dict)
+    gradients: bool = True
 
     @property
     def guards(self) -> tuple[Guard, ...]:
@@ -206,6 +208,8 @@ class Derived:
     def __call__(self, *sources: Tensor) -> Any:
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or torch._C._len_torch_dispatch_stack():
             return self.make(*sources)
+        if torch.is_grad_enabled() and any(s.requires_grad for s in sources):
+            return self.make(*sources)                  # each call has a gradient of its own
         seen = tuple((s, s._version) for s in sources if not s.is_inference())
         same = len(seen) == len(self._seen) == len(sources) and all(
             a is b and v == w for (a, v), (b, w) in zip(seen, self._seen, strict=True))

@@ -154,20 +154,22 @@ void op_conv_static(word *stack, uint64_t inputs, uint64_t outputs) {
     l.low = (float)low;
     l.high = (float)high;
     const int dims = geometry(stack + 11, &l, output_padding), adds = stack[6] != 0, codes = stack[9] != 0;
-    int covered = dims && operands(stack, stack[5], dims, &l, output_padding, 1) && format_of(stack[3], stack[4], &l.input)
+    int covered = dims && (codes || (int32_t)stack[22] == dtypes[FLOAT32]) && operands(stack, stack[5], dims, &l, output_padding, 1) && format_of(stack[3], stack[4], &l.input)
         && (!codes || (stack[10] && format_of(optional(stack[9]), optional(stack[10]), &l.output)));
     if (covered && adds) {
         const tensor r = tensor_of(optional(stack[6]));
-        covered = stack[7] && stack[8] && format_of(optional(stack[7]), optional(stack[8]), &l.added) && r.plain && r.dtype == uint8_dtype
-            && r.dim == dims + 2 && channels_last(&r) && r.sizes[0] == l.n && r.sizes[1] == l.out;
+        l.r_form = r.dtype == uint8_dtype ? CODES : CHANNELS_LAST;
+        covered = (r.dtype == dtypes[FLOAT32]
+                   || (r.dtype == uint8_dtype && stack[7] && stack[8] && format_of(optional(stack[7]), optional(stack[8]), &l.added)))
+            && r.plain && r.dim == dims + 2 && channels_last(&r) && r.sizes[0] == l.n && r.sizes[1] == l.out;
         for (int d = 0; d < dims && covered; d++) covered = r.sizes[2 + d] == l.result[3 - dims + d];
-        l.residual = (const uint8_t *)r.data;
+        l.residual = r.data;
     }
     void *data = NULL;
     handle y = NULL;
     int outcome = 1;
     if (covered) {
-        l.y_form = codes ? CODES : l.x_form == CHANNELS_LAST ? CHANNELS_LAST : PLANES;
+        l.y_form = codes ? CODES : l.x_form == CHANNELS_LAST || stack[21] ? CHANNELS_LAST : PLANES;
         if (!codes) l.output.scale = 1.0f;
         y = images(&l, dims, codes ? uint8_dtype : dtypes[FLOAT32], &data);
         if (!y) fail("no memory for the results of a convolution");
@@ -183,5 +185,42 @@ void op_conv_static(word *stack, uint64_t inputs, uint64_t outputs) {
     for (int i = 0; i < 5; i++) drop(stack[i]);
     for (int i = 5; i < 11; i++) drop_optional(stack[i]);
     drop_lists(stack + 11);
+    stack[0] = (word)(uintptr_t)y;
+}
+
+/* Two sizes of a list; 0 where it has another number of them. */
+static int two_of(word list, int64_t to[2]) {
+    int64_t three[3];
+    if (three_of(list, three, 0) != 2) return 0;
+    memcpy(to, three + 1, 2 * sizeof *to);
+    return 1;
+}
+
+void op_max_pool2d(word *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    const tensor x = tensor_of(stack[0]);
+    pool p = {.threads = threads()};
+    int covered = x.plain && x.dim == 4 && x.dtype == uint8_dtype && channels_last(&x) && two_of(stack[1], p.kernel) && two_of(stack[2], p.stride)
+        && two_of(stack[3], p.pad) && two_of(stack[4], p.dilation);
+    for (int d = 0; d < 2 && covered; d++) {
+        p.size[d] = x.sizes[2 + d];
+        if (p.kernel[d] < 1 || p.stride[d] < 1 || p.dilation[d] < 1 || p.pad[d] < 0 || p.pad[d] * 2 > p.kernel[d]) { covered = 0; break; }
+        const int64_t room = p.size[d] + 2 * p.pad[d] - p.dilation[d] * (p.kernel[d] - 1) - 1;
+        p.result[d] = (room + (stack[5] ? p.stride[d] - 1 : 0)) / p.stride[d] + 1;
+        if (stack[5] && (p.result[d] - 1) * p.stride[d] >= p.size[d] + p.pad[d]) p.result[d]--;
+        covered = room >= 0 && p.size[d] > 0;
+    }
+    if (!covered || !numel(&x)) { call_reference("inro_fx::max_pool2d", stack); return; }
+    p.n = x.sizes[0];
+    p.channels = x.sizes[1];
+    const convolution like = {.n = p.n, .out = p.channels, .result = {1, p.result[0], p.result[1]}, .y_form = CODES};
+    void *data = NULL;
+    handle y = images(&like, 2, uint8_dtype, &data);
+    if (!y) fail("no memory for the results of a pooling");
+    p.x = (const uint8_t *)x.data;
+    p.y = data;
+    inro_max_pool(&p);
+    drop(stack[0]);
+    for (int i = 1; i < 5; i++) torch.delete_list((handle)(uintptr_t)stack[i]);
     stack[0] = (word)(uintptr_t)y;
 }

@@ -93,15 +93,24 @@ typedef struct {
     const void *x;                                     /* [n, in, *size] */
     const int8_t *codes;                               /* [out, *kernel, in / groups]; transposed: out counts group by group */
     const float *scale, *bias;                         /* scale of each output channel, or (`scale_step` 0) of all; bias or NULL */
-    const uint8_t *residual;                           /* CODES like y, which are added to the results, or NULL */
+    const void *residual;                              /* what is added to the results, laid out like y: CODES or CHANNELS_LAST; or NULL */
     void *y;                                           /* [n, out, *result] */
     int64_t n, in, out, groups, scale_step;
     int64_t size[3], kernel[3], stride[3], pad[3], dilation[3], result[3];         /* pad: before the first */
     format input, added, output;                       /* of x, the residual, and y where they are codes; input also where `fixed` */
     float low, high;                                   /* of CLAMP; `low` the slope of LEAKY */
-    int x_form, y_form, transposed, fixed, levels, activation, threads, level;     /* fixed: of one level; else each sample has a scale */
+    int x_form, y_form, r_form, transposed, fixed, levels, activation, threads, level;     /* fixed: of one level; else each sample has a scale */
 } convolution;
 int inro_convolution(const convolution *l);            /* 0; 1 where floats must compute it; -1 where memory ran out */
+
+/* pool.c: the largest of each window of codes [n, h, w, c] */
+typedef struct {
+    const uint8_t *x;
+    uint8_t *y;                                        /* [n, *result, c] */
+    int64_t n, channels, size[2], kernel[2], stride[2], pad[2], dilation[2], result[2];
+    int threads;
+} pool;
+void inro_max_pool(const pool *p);
 
 /* groups.c */
 int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int64_t group, const float *scale, int64_t scale_step,

@@ -191,6 +191,7 @@ static void op_embedding(word *stack, uint64_t inputs, uint64_t outputs) {
 static const struct { const char *name; boxed function; } operators[] = {
     {"linear", op_linear}, {"linear_dynamic", op_linear_dynamic}, {"linear_static", op_linear_static},
     {"embedding", op_embedding}, {"dequantize", op_dequantize}, {"conv", op_conv}, {"conv_static", op_conv_static},
+    {"max_pool2d", op_max_pool2d},
 };
 
 /* Implements the operators on CPUs, by the addresses of torch's functions; 0, or -1 where torch refuses. */

@@ -80,6 +80,7 @@ int threads(void);
 /* conv_operators.c */
 void op_conv(word *stack, uint64_t inputs, uint64_t outputs);
 void op_conv_static(word *stack, uint64_t inputs, uint64_t outputs);
+void op_max_pool2d(word *stack, uint64_t inputs, uint64_t outputs);
 #pragma GCC visibility pop
 
 #endif

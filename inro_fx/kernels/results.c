@@ -36,8 +36,11 @@ static inline void finish_loop(const convolution *l, const piece *p, float *valu
         else if (p->low) for (int c = 0; c < columns; c++) v[c] = (float)high[c] * 128.0f + (float)low[c];
         else for (int c = 0; c < columns; c++) v[c] = (float)high[c];
         for (int c = 0; c < columns; c++) v[c] = v[c] * p->by[c] + p->plus[c];
-        if (l->residual) {
-            const uint8_t *r = l->residual + (p->n * all + p->first + i * p->step) * l->out + p->channel;
+        if (l->residual && l->r_form == CHANNELS_LAST) {
+            const float *r = (const float *)l->residual + (p->n * all + p->first + i * p->step) * l->out + p->channel;
+            for (int c = 0; c < p->width; c++) v[c] += r[c];
+        } else if (l->residual) {
+            const uint8_t *r = (const uint8_t *)l->residual + (p->n * all + p->first + i * p->step) * l->out + p->channel;
             uint8_t row[WIDEST];
             if (p->width < columns) { memset(row, 0, sizeof row); memcpy(row, r, (size_t)p->width); r = row; }
             for (int c = 0; c < columns; c++) v[c] += (float)((int32_t)r[c] - l->added.zero) * l->added.scale;
@@ -95,8 +98,10 @@ static void finish_vnni(const convolution *l, const piece *p, float *values) {
             __m512 v = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums));
             if (p->low) v = _mm512_add_ps(_mm512_mul_ps(v, up), _mm512_cvtepi32_ps(_mm512_loadu_si512(p->low + i * p->columns + c)));
             v = _mm512_add_ps(_mm512_mul_ps(v, times), plus);
-            if (l->residual) {
-                const __m128i r = _mm_maskz_loadu_epi8(lanes_from(c, p->width), l->residual + pixel + i * apart + c);
+            if (l->residual && l->r_form == CHANNELS_LAST)
+                v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(lanes_from(c, p->width), (const float *)l->residual + pixel + i * apart + c));
+            else if (l->residual) {
+                const __m128i r = _mm_maskz_loadu_epi8(lanes_from(c, p->width), (const uint8_t *)l->residual + pixel + i * apart + c);
                 const __m512i whole = _mm512_sub_epi32(_mm512_cvtepu8_epi32(r), _mm512_set1_epi32(l->added.zero));
                 v = _mm512_add_ps(v, _mm512_mul_ps(_mm512_cvtepi32_ps(whole), added));
             }

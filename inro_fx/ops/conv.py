@@ -22,7 +22,7 @@ from torch import Tensor
 from .dequantize import reference as dequantize
 from .library import define
 
-__all__ = ["conv", "convolution_shape", "float_conv", "weight_of"]
+__all__ = ["channels_of", "conv", "convolution_shape", "float_conv", "in_channels_last", "weight_of"]
 
 Sizes = Sequence[int]
 
@@ -45,7 +45,7 @@ def float_conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, pa
     return y[0] if single else y
 
 
-def _check(x: Tensor, codes: Tensor, kernel: Sizes, groups: int) -> int:
+def channels_of(x: Tensor, codes: Tensor, kernel: Sizes, groups: int) -> int:
     """The number of input channels. Raises RuntimeError for an input that does not fit the weight."""
     axis = x.dim() - len(kernel) - 1
     channels = codes.shape[1] // max(1, torch.Size(kernel).numel()) * groups
@@ -56,7 +56,7 @@ def _check(x: Tensor, codes: Tensor, kernel: Sizes, groups: int) -> int:
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, kernel: Sizes, stride: Sizes, padding: Sizes,
               output_padding: Sizes, dilation: Sizes, groups: int, transposed: bool, dynamic: bool, bits: int, group: int) -> Tensor:
-    channels = _check(x, codes, kernel, groups)
+    channels = channels_of(x, codes, kernel, groups)
     geometry = (stride, padding, output_padding, dilation, groups, transposed)
     if not dynamic:
         matrix = dequantize(codes, scale, bits, group, codes.shape[1], x.dtype)
@@ -85,7 +85,7 @@ def convolution_shape(x: Tensor, codes: Tensor, kernel: Sizes, stride: Sizes, pa
 
 def fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, kernel: Sizes, stride: Sizes, padding: Sizes, output_padding: Sizes,
          dilation: Sizes, groups: int, transposed: bool, *rest: Any) -> Tensor:
-    _check(x, codes, kernel, groups)
+    channels_of(x, codes, kernel, groups)
     y = x.new_empty(convolution_shape(x, codes, kernel, stride, padding, output_padding, dilation, transposed))
     return y.contiguous(memory_format=torch.channels_last) if x.dim() == 4 and in_channels_last(x) else y
 
@@ -104,14 +104,21 @@ def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
     x, codes, scale = ctx.saved_tensors
     kernel, stride, padding, output_padding, dilation, groups, transposed, _, bits, group = ctx.rest
-    weight = weight_of(dequantize(codes, scale, bits, group, codes.shape[1], grad.dtype), _check(x, codes, kernel, groups), kernel, groups,
-                       transposed)
+    channels = channels_of(x, codes, kernel, groups)
+    weight = weight_of(dequantize(codes, scale, bits, group, codes.shape[1], grad.dtype), channels, kernel, groups, transposed)
+    grad_scale = None
+    if ctx.needs_input_grad[2]:                         # scales that come from a batch norm which is being trained
+        by_codes = float_conv(x, weight_of(codes.to(x.dtype), channels, kernel, groups, transposed), None, stride, padding, output_padding,
+                              dilation, groups, transposed)
+        each = [a for a in range(grad.dim()) if a != grad.dim() - len(kernel) - 1]
+        grad_scale = (grad * by_codes).float().sum(each).unsqueeze(1)
+        grad_scale = grad_scale if scale.shape[0] != 1 else grad_scale.sum(0, keepdim=True)
     single = x.dim() == weight.dim() - 1
     wanted = [ctx.needs_input_grad[0], False, ctx.biased and ctx.needs_input_grad[3]]
     grad_x, _, grad_bias = torch.ops.aten.convolution_backward(
         grad[None] if single else grad, x[None] if single else x, weight, [codes.shape[0]] if ctx.biased else None, stride, padding, dilation,
         transposed, output_padding, groups, wanted)
-    return (grad_x[0] if single and grad_x is not None else grad_x, None, None, grad_bias, *(None,) * 10)
+    return (grad_x[0] if single and grad_x is not None else grad_x, None, grad_scale, grad_bias, *(None,) * 10)
 
 
 conv = define("conv(Tensor x, Tensor codes, Tensor scale, Tensor? bias, int[] kernel, int[] stride, int[] padding, int[] output_padding, "

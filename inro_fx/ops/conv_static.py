@@ -1,4 +1,5 @@
-"""inro_fx::conv_static(x, codes, scale, x_scale, x_zero, bias, residual, r_scale, r_zero, y_scale, y_zero, kernel, ..., activation, low, high).
+"""inro_fx::conv_static(x, codes, scale, x_scale, x_zero, bias, residual, r_scale, r_zero, y_scale, y_zero, kernel, ..., activation, low, high,
+channels_last, dtype).
 
 A convolution on integers of fixed scales, and what follows it. Codes of images are uint8 in channels_last order, with the scale and the
 zero point of a `quantize`; x may be codes or floats, which are quantized first. codes and geometry are those of `conv`:
@@ -6,7 +7,8 @@ zero point of a `quantize`; x may be codes or floats, which are quantized first.
     v = conv(x_codes - x_zero, codes) * x_scale * scale + bias + (residual - r_zero) * r_scale
     y = activation(v), or where y_scale is given, quantize(activation(v), y_scale, y_zero)
 
-Sums are exact in int32, everything after is float32. ``activation`` is one of `ACTIVATIONS`. Samples that hold NaN or infinity are computed in
+Sums are exact in int32, everything after is float32. ``activation`` is the number of one of `ACTIVATIONS`; a residual may be floats, too.
+y as floats has the dtype of x, or ``dtype`` where x are codes, and with ``channels_last`` its channels side by side. Samples that hold NaN or infinity are computed in
 floats. The gradient is that of the float convolution with dequantized weights, where x lies inside its range.
 """
 
@@ -18,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .conv import Sizes, _check, convolution_shape, float_conv, in_channels_last, weight_of
+from .conv import Sizes, channels_of, convolution_shape, float_conv, in_channels_last, weight_of
 from .dequantize import reference as dequantize
 from .library import define
-from .quantize import dequantize_reference, quantize_reference
+from .quantize import dequantize_reference, quantize_reference, side_by_side
 
 __all__ = ["ACTIVATIONS", "activate", "conv_static"]
 
@@ -42,9 +44,9 @@ def activate(v: Tensor, activation: int, low: float, high: float) -> Tensor:
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, x_scale: Tensor, x_zero: Tensor, bias: Tensor | None, residual: Tensor | None,
               r_scale: Tensor | None, r_zero: Tensor | None, y_scale: Tensor | None, y_zero: Tensor | None, kernel: Sizes, stride: Sizes,
-              padding: Sizes, output_padding: Sizes, dilation: Sizes, groups: int, transposed: bool, activation: int, low: float, high: float
-              ) -> Tensor:
-    channels = _check(x, codes, kernel, groups)
+              padding: Sizes, output_padding: Sizes, dilation: Sizes, groups: int, transposed: bool, activation: int, low: float, high: float,
+              channels_last: bool, dtype: torch.dtype) -> Tensor:
+    channels = channels_of(x, codes, kernel, groups)
     geometry = (stride, padding, output_padding, dilation, groups, transposed)
     each = (-1, *(1,) * len(kernel))
     plus = None if bias is None else bias.float().reshape(each)
@@ -57,27 +59,29 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, x_scale: Tensor, x_zero: 
         v = float_conv(shifted, weight_of(codes.double(), channels, kernel, groups, transposed), None, *geometry).float()
         v = v * (x_scale.flatten() * scale.flatten()).reshape(each)
     v = v if plus is None else v + plus
-    if residual is not None and r_scale is not None and r_zero is not None:
-        v = v + dequantize_reference(residual, r_scale, r_zero, torch.float32)
+    if residual is not None:
+        coded = not residual.is_floating_point() and r_scale is not None and r_zero is not None
+        v = v + (dequantize_reference(residual, r_scale, r_zero, torch.float32) if coded else residual)        # type: ignore[arg-type]
     v = activate(v, activation, low, high)
     if y_scale is not None and y_zero is not None:
-        return _laid_out(quantize_reference(v, y_scale, y_zero), x)
-    return _laid_out(v if not x.is_floating_point() else v.to(x.dtype), x)
+        return quantize_reference(v, y_scale, y_zero)
+    return _laid_out(v.to(x.dtype if x.is_floating_point() else dtype), x, channels_last)
 
 
-def _laid_out(y: Tensor, x: Tensor) -> Tensor:
-    """Codes of images have their channels side by side, and so have floats whose input had."""
-    last = y.dtype == torch.uint8 or (x.dtype != torch.uint8 and in_channels_last(x))
-    return y.contiguous(memory_format=torch.channels_last if last and y.dim() == 4 else torch.contiguous_format)
+def _laid_out(y: Tensor, x: Tensor, channels_last: bool) -> Tensor:
+    """Codes of images have their channels side by side, and so have floats whose input had, or where that is asked for."""
+    last = y.dtype == torch.uint8 or channels_last or (x.dtype != torch.uint8 and in_channels_last(x))
+    return side_by_side(y) if last else y.contiguous()
 
 
 def fake(x: Tensor, codes: Tensor, scale: Tensor, x_scale: Tensor, x_zero: Tensor, bias: Tensor | None, residual: Tensor | None,
          r_scale: Tensor | None, r_zero: Tensor | None, y_scale: Tensor | None, y_zero: Tensor | None, kernel: Sizes, stride: Sizes,
-         padding: Sizes, output_padding: Sizes, dilation: Sizes, groups: int, transposed: bool, *rest: Any) -> Tensor:
-    _check(x, codes, kernel, groups)
+         padding: Sizes, output_padding: Sizes, dilation: Sizes, groups: int, transposed: bool, activation: int,
+         low: float, high: float, channels_last: bool, dtype: torch.dtype) -> Tensor:
+    channels_of(x, codes, kernel, groups)
     shape = convolution_shape(x, codes, kernel, stride, padding, output_padding, dilation, transposed)
-    dtype = torch.uint8 if y_scale is not None else x.dtype if x.is_floating_point() else torch.float32
-    return _laid_out(x.new_empty(shape, dtype=dtype), x)
+    dtype = torch.uint8 if y_scale is not None else x.dtype if x.is_floating_point() else dtype
+    return _laid_out(x.new_empty(shape, dtype=dtype), x, channels_last)
 
 
 def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -92,7 +96,7 @@ def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
         raise NotImplementedError("inro_fx::conv_static has no gradient through codes")
     x, codes, scale, x_scale, x_zero = ctx.saved_tensors
     kernel, stride, padding, output_padding, dilation, groups, transposed = ctx.rest[5:12]
-    weight = weight_of(dequantize(codes, scale, 8, 0, codes.shape[1], grad.dtype), _check(x, codes, kernel, groups), kernel, groups, transposed)
+    weight = weight_of(dequantize(codes, scale, 8, 0, codes.shape[1], grad.dtype), channels_of(x, codes, kernel, groups), kernel, groups, transposed)
     single = x.dim() == weight.dim() - 1
     wanted = [ctx.needs_input_grad[0], False, ctx.biased and ctx.needs_input_grad[5]]
     grad_x, _, grad_bias = torch.ops.aten.convolution_backward(
@@ -101,10 +105,10 @@ def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
     if grad_x is not None:
         inside = ((x * x_scale.reciprocal()).round() + x_zero).abs() <= 127
         grad_x = (grad_x[0] if single else grad_x) * inside
-    return (grad_x, None, None, None, None, grad_bias, *(None,) * 15)
+    return (grad_x, None, None, None, None, grad_bias, *(None,) * 17)
 
 
 SCHEMA = ("conv_static(Tensor x, Tensor codes, Tensor scale, Tensor x_scale, Tensor x_zero, Tensor? bias, Tensor? residual, Tensor? r_scale, "
           "Tensor? r_zero, Tensor? y_scale, Tensor? y_zero, int[] kernel, int[] stride, int[] padding, int[] output_padding, int[] dilation, "
-          "int groups, bool transposed, int activation, float low, float high) -> Tensor")
+          "int groups, bool transposed, int activation, float low, float high, bool channels_last, ScalarType dtype) -> Tensor")
 conv_static = define(SCHEMA, reference, fake, setup, backward)

@@ -3,7 +3,7 @@
     code = clamp(round(x / scale) + zero, -127, 127) + 128, uint8          number = scale * (code - 128 - zero)
 
 scale float32 and zero int32 are [1, 1], as `int8_static` stores them; x / scale is one multiplication by 1 / scale in float32. Codes of
-images [n, c, h, w] lie in channels_last order. NaN becomes the code of 127.
+images [n, c, *size] have their channels side by side. NaN becomes the code of 127.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .library import define
 
-__all__ = ["dequantize_codes", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = ["dequantize_codes", "dequantize_reference", "quantize", "quantize_reference", "side_by_side"]
 
 HIGHEST = 127
 
@@ -23,23 +23,25 @@ def quantize_reference(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         raise RuntimeError(f"quantize needs floating-point numbers, got {x.dtype}")
     by = scale.reshape(()).reciprocal()
     codes = ((x.float() * by).round() + zero.reshape(())).clamp(-HIGHEST, HIGHEST).nan_to_num(HIGHEST) + 128
-    return _laid_out(codes.to(torch.uint8))
+    return side_by_side(codes.to(torch.uint8))
 
 
-def _laid_out(codes: Tensor) -> Tensor:
-    return codes.contiguous(memory_format=torch.channels_last if codes.dim() == 4 else torch.contiguous_format)
+def side_by_side(images: Tensor) -> Tensor:
+    """[n, c, *size] with the channels of a pixel next to each other in memory; what is no image, as it is."""
+    return images.movedim(1, -1).contiguous().movedim(-1, 1) if 3 <= images.dim() <= 5 else images.contiguous()
 
 
 def dequantize_reference(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-    return ((codes.int() - (zero.reshape(()) + 128)).float() * scale.reshape(())).to(dtype)
+    numbers = (codes.to(torch.float32, memory_format=torch.contiguous_format) - (zero.reshape(()) + 128)) * scale.reshape(())
+    return numbers.to(dtype)
 
 
 def _fake_quantize(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    return _laid_out(torch.empty_like(x, dtype=torch.uint8))
+    return side_by_side(torch.empty_like(x, dtype=torch.uint8))
 
 
 def _fake_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(codes, dtype=dtype)
+    return torch.empty(codes.shape, dtype=dtype, device=codes.device)
 
 
 quantize = define("quantize(Tensor x, Tensor scale, Tensor zero) -> Tensor", quantize_reference, _fake_quantize)

@@ -108,8 +108,10 @@ def _fuse(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
     parts = parts_of(graph, call[use.operand], weight, slice(None))
     if activation_of_scheme(weight.scheme) == "static":
         codes, scale, _, input_scale, input_zero = parts
-        rest = (input_scale, input_zero, call.get("bias"), *(None,) * 5, *geometry.arguments, 0, 0.0, 0.0)
-        return fused(graph, function, (call["input"], codes, scale, *rest))
+        rest = (input_scale, input_zero, call.get("bias"), *(None,) * 5, *geometry.arguments, 0, 0.0, 0.0, False, weight.constant.dtype)
+        new = fused(graph, function, (call["input"], codes, scale, *rest))
+        meta_of(new)["weight_dtype"] = weight.constant.dtype
+        return new
     return fused(graph, function, (call["input"], *parts, call.get("bias"), *geometry.arguments, *trailing))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..capture.call import NumberLeaf, TensorLeaf
 from ..capture.frames import active
@@ -136,6 +137,8 @@ def covers(runner: Runner, module: GraphForward, args: tuple[Any, ...], kwargs: 
             return f"{name}() is not {expected}"
     if (altered := runner.watch.altered(module)) is not None:
         return altered
+    if not runner.program.gradients and torch.is_grad_enabled() and _wants_gradients(module, args, kwargs):
+        return "gradients are wanted, and codes carry none"
     flat = runner.program.call.flatten(args, kwargs)
     if isinstance(flat, str):
         return flat
@@ -151,3 +154,8 @@ def covers(runner: Runner, module: GraphForward, args: tuple[Any, ...], kwargs: 
             runner.verdicts.clear()
         verdict = runner.verdicts[key] = runner.judge(module, flat)
     return verdict if verdict and verdict is not True else (flat, key)
+
+
+def _wants_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = (v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
+    return any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in given)
