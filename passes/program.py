@@ -210,11 +210,13 @@ class Derived:
             return self.make(*sources)
         if torch.is_grad_enabled() and any(s.requires_grad for s in sources):
             return self.make(*sources)                  # each call has a gradient of its own
-        seen = tuple((s, s._version) for s in sources if not s.is_inference())
-        same = len(seen) == len(self._seen) == len(sources) and all(
-            a is b and v == w for (a, v), (b, w) in zip(seen, self._seen, strict=True))
-        if not same:
-            self._made, self._seen = self.make(*sources), seen
+        if len(self._seen) == len(sources):
+            for source, (before, version) in zip(sources, self._seen, strict=True):
+                if source is not before or source._version != version:
+                    break
+            else:
+                return self._made
+        self._made, self._seen = self.make(*sources), tuple((s, s._version) for s in sources if not s.is_inference())
         return self._made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Derived:

@@ -74,10 +74,9 @@ static void activate_vnni(const convolution *l, float *values, int n) { activate
 
 /* Sixteen numbers as codes, the first `width` of them. */
 __attribute__((target(TARGET_VNNI), always_inline))
-static inline void codes_vnni(__m512 v, __m512 by, __m512 z, uint8_t *to, int width) {
-    v = _mm512_roundscale_ps(_mm512_mul_ps(v, by), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    v = _mm512_max_ps(_mm512_min_ps(_mm512_add_ps(v, z), _mm512_set1_ps(255.0f)), _mm512_set1_ps(1.0f));
-    const __m128i q = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v));
+static inline void codes_vnni(__m512 v, __m512 by, __m512i z, uint8_t *to, int width) {
+    const __m512i whole = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_mul_ps(v, by), _mm512_set1_ps(512.0f)));       /* beyond, too many for int32 */
+    const __m128i q = _mm512_cvtusepi32_epi8(_mm512_max_epi32(_mm512_add_epi32(whole, z), _mm512_set1_epi32(1)));
     if (width >= 16) { _mm_storeu_si128((__m128i *)to, q); return; }
     uint8_t some[16];
     _mm_storeu_si128((__m128i *)some, q);
@@ -90,7 +89,8 @@ static void finish_vnni(const convolution *l, const piece *p, float *values) {
     const int simple = l->activation <= CLAMP, codes = l->y_form == CODES;
     const __m512 low = _mm512_set1_ps(l->activation == CLAMP ? l->low : -INFINITY), up = _mm512_set1_ps(128.0f);
     const __m512 high = _mm512_set1_ps(l->activation == CLAMP ? l->high : INFINITY), by = _mm512_set1_ps(1.0f / l->output.scale);
-    const __m512 z = _mm512_set1_ps((float)l->output.zero), added = _mm512_set1_ps(l->added.scale);
+    const __m512i z = _mm512_set1_epi32(l->output.zero);
+    const __m512 added = _mm512_set1_ps(l->added.scale);
     for (int c = 0; c < p->columns && c < p->width; c += 16) {
         const __m512 times = _mm512_loadu_ps(p->by + c), plus = _mm512_loadu_ps(p->plus + c);
         for (int i = 0; i < p->pixels; i++) {
