@@ -38,7 +38,9 @@ class Layout:
         else:
             channels = tuple(a for a in range(len(shape)) if a not in reduced)
         rest = [a for a in range(len(view)) if a not in channels]
-        return cls(shape, view, channels, tuple(rest[1:] + rest[:1] if taps_first else rest))
+        if taps_first and view[rest[0]] > 1 and math.prod(view[a] for a in rest[1:]) > 1:       # else it is the same matrix
+            rest = rest[1:] + rest[:1]
+        return cls(shape, view, channels, tuple(rest))
 
     @property
     def rows(self) -> int:

@@ -70,7 +70,7 @@ UNFUSED = [
     (lambda m, x: x[:, :4] @ m.w[:, 4:8], (4, 8), "the weight is a part of another one, across its rows"),
     (lambda m, x: F.linear(x[:, :4], m.w[::2, ::4]), (8, 16), "the weight is a part of another one, with steps"),
     (lambda m, x: torch.baddbmm(x[None], x[None, :, :8], m.w[None])[0], (8, 16), "no rule fuses baddbmm"),
-    (lambda m, x: F.conv1d(x.unsqueeze(1), m.w.view(8, 1, 16)), (8, 16), "no rule fuses conv1d"),
+    (lambda m, x: F.conv1d(x.unsqueeze(1), m.w.view(8, 1, 16)), (8, 16), "the weight is a part or a view of another one"),
     (lambda m, x: F.linear(x, m.w[x.shape[0]:x.shape[0] + 4]), (8, 16), "the part of the weight depends on the input"),
     (lambda m, x: F.embedding(x.long().abs() % 8, m.w[1:]), (9, 16), "the table is a part of another weight"),
 ]

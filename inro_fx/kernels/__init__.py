@@ -4,8 +4,8 @@ Where there is no compiler, or no kernel for a case, the operators' reference im
 says which, and why.
 """
 
-from .binding import LEVELS, best_level, linear_int8, recurrent_steps, register, unavailable
+from .binding import LEVELS, best_level, convolve, linear_int8, recurrent_steps, register, unavailable
 from .choice import KERNELS, Case, choose, kernel_for, kernels
 
-__all__ = ["KERNELS", "LEVELS", "Case", "best_level", "choose", "kernel_for", "kernels", "linear_int8", "recurrent_steps", "register",
-           "unavailable"]
+__all__ = ["KERNELS", "LEVELS", "Case", "best_level", "choose", "convolve", "kernel_for", "kernels", "linear_int8", "recurrent_steps",
+           "register", "unavailable"]

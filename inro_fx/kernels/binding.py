@@ -7,12 +7,14 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["CELLS", "LEVELS", "best_level", "linear_int8", "recurrent_steps", "refuse", "register", "unavailable"]
+__all__ = ["CELLS", "LEVELS", "best_level", "convolve", "linear_int8", "recurrent_steps", "refuse", "register", "unavailable"]
 
 LEVELS = ("portable C", "C with AVX2", "C with AVX-512 VNNI")
 SETTINGS = {"portable": 0, "avx2": 1}          # of the environment variable INRO_FX_KERNELS, beside "off"
@@ -50,6 +52,25 @@ class Recurrence(ctypes.Structure):
     _fields_ = [*((name, _P) for name in ("gates", "codes", "scale", "bias", "h", "c", "y")),
                 *((name, _L) for name in ("steps", "batch", "hidden", "scale_step")),
                 *((name, _I) for name in ("cell", "reverse", "levels", "threads", "level"))]
+
+
+class Format(ctypes.Structure):
+    """The struct ``format`` of kernels.h."""
+
+    _fields_ = [("scale", ctypes.c_float), ("zero", ctypes.c_int32)]
+
+
+class Convolution(ctypes.Structure):
+    """The struct ``convolution`` of kernels.h."""
+
+    _fields_ = [*((name, _P) for name in ("x", "codes", "scale", "bias", "residual", "y")),
+                *((name, _L) for name in ("n", "in", "out", "groups", "scale_step")),
+                *((name, _L * 3) for name in ("size", "kernel", "stride", "pad", "dilation", "result")),
+                *((name, Format) for name in ("input", "added", "output")), ("low", ctypes.c_float), ("high", ctypes.c_float),
+                *((name, _I) for name in ("x_form", "y_form", "r_form", "transposed", "fixed", "levels", "activation", "threads", "level"))]
+
+
+CODES, PLANES, CHANNELS_LAST = range(3)        # forms of images, in the order of kernels.h
 
 
 @functools.cache
@@ -162,3 +183,38 @@ def recurrent_steps(gates: Tensor, h: Tensor, c: Tensor | None, codes: Tensor, s
     if _library.inro_recurrent(ctypes.byref(steps)):
         raise MemoryError(f"no memory for the gates of a recurrent layer of {hidden} units")
     return y
+
+
+def convolve(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, geometry: tuple[Any, ...], result: Sequence[int], *,
+             x_format: tuple[Tensor, Tensor] | None = None, residual: Tensor | None = None, r_format: tuple[Tensor, Tensor] | None = None,
+             y_format: tuple[Tensor, Tensor] | None = None, channels_last: bool = False, activation: tuple[int, float, float] = (0, 0.0, 0.0),
+             levels: int = 1, level: int = -1, threads: int | None = None) -> Tensor | None:
+    """The convolution of ops/conv_static.py where there is an ``x_format``, else that of ops/conv.py with x of ``levels`` x 7 bits.
+
+    x is float32 or uint8 codes, which have their channels side by side; ``geometry`` is (kernel, stride, padding, output_padding, dilation,
+    groups, transposed), ``result`` the sizes of y behind its channels. None where a sample has to be computed in floats.
+    """
+    assert _library is not None
+    dims = len(geometry[0])
+
+    def three(values: Sequence[int], otherwise: int) -> Any:
+        return (_L * 3)(*(otherwise,) * (3 - dims), *values)
+
+    def form(t: Tensor, last: bool) -> int:
+        return CODES if t.dtype == torch.uint8 else CHANNELS_LAST if last else PLANES
+
+    def format_(given: tuple[Tensor, Tensor] | None) -> Format:
+        return Format(1.0, 128) if given is None else Format(given[0].item(), given[1].item() + 128)
+    y = torch.empty(x.shape[0], *result, codes.shape[0], dtype=torch.float32 if y_format is None else torch.uint8).movedim(-1, 1)
+    y = y if channels_last or y_format is not None else y.contiguous()
+    call = Convolution(
+        x.data_ptr(), codes.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(), y.data_ptr(), x.shape[0], x.shape[1], codes.shape[0], geometry[5],
+        int(scale.shape[0] != 1), three(x.shape[2:], 1), three(geometry[0], 1), three(geometry[1], 1), three(geometry[2], 0),
+        three(geometry[4], 1), three(result, 1), format_(x_format), format_(r_format), format_(y_format), *activation[1:],
+        form(x, not x.is_contiguous()), form(y, channels_last), CHANNELS_LAST if residual is None else form(residual, True),
+        int(geometry[6]), int(x_format is not None), levels, activation[0], torch.get_num_threads() if threads is None else threads, level)
+    outcome = _library.inro_convolution(ctypes.byref(call))
+    if outcome < 0:
+        raise MemoryError(f"no memory for a convolution of {tuple(x.shape)}")
+    return None if outcome else y

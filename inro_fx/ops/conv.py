@@ -22,14 +22,14 @@ from torch import Tensor
 from .dequantize import reference as dequantize
 from .library import define
 
-__all__ = ["channels_of", "conv", "convolution_shape", "float_conv", "in_channels_last", "weight_of"]
+__all__ = ["channels_of", "conv", "convolution_shape", "float_conv", "gradients", "in_channels_last", "weight_of"]
 
 Sizes = Sequence[int]
 
 
 def weight_of(codes: Tensor, in_channels: int, kernel: Sizes, groups: int, transposed: bool) -> Tensor:
-    """A matrix [out, *kernel * (in / groups)] as the weight of torch's convolutions: [out, in / groups, *kernel], transposed [in, out / groups,
-    *kernel]."""
+    """A matrix [out, *kernel * (in / groups)] as the weight of torch's convolutions: [out, in / groups, *kernel], transposed
+    [in, out / groups, *kernel]."""
     taps = codes.reshape(codes.shape[0], *kernel, in_channels // groups).movedim(-1, 1)
     if not transposed:
         return taps
@@ -37,10 +37,11 @@ def weight_of(codes: Tensor, in_channels: int, kernel: Sizes, groups: int, trans
     return split.reshape(in_channels, codes.shape[0] // groups, *kernel)
 
 
-def float_conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, output_padding: Sizes, dilation: Sizes, groups: int,
-               transposed: bool) -> Tensor:
-    """torch's convolution, for a batch or one sample."""
+def float_conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, output_padding: Sizes, dilation: Sizes,
+               groups: int, transposed: bool) -> Tensor:
+    """torch's convolution, for a batch or one sample; the results lie as x does, however the weight lies."""
     single = x.dim() == weight.dim() - 1
+    weight = weight if x.dim() == 4 and in_channels_last(x) else weight.contiguous()
     y: Tensor = torch.convolution(x[None] if single else x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     return y[0] if single else y
 
@@ -101,24 +102,31 @@ def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(x, codes, scale)
 
 
-def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
-    x, codes, scale = ctx.saved_tensors
-    kernel, stride, padding, output_padding, dilation, groups, transposed, _, bits, group = ctx.rest
+def gradients(grad: Tensor, x: Tensor, codes: Tensor, scale: Tensor, bits: int, group: int, geometry: tuple[Any, ...],
+              wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Those of x, scale and bias, as far as they are ``wanted``; ``geometry`` as in the schema, from the kernel on."""
+    kernel, stride, padding, output_padding, dilation, groups, transposed = geometry
     channels = channels_of(x, codes, kernel, groups)
-    weight = weight_of(dequantize(codes, scale, bits, group, codes.shape[1], grad.dtype), channels, kernel, groups, transposed)
+    matrix = dequantize(codes, scale, bits, group, codes.shape[1], grad.dtype)
     grad_scale = None
-    if ctx.needs_input_grad[2]:                         # scales that come from a batch norm which is being trained
-        by_codes = float_conv(x, weight_of(codes.to(x.dtype), channels, kernel, groups, transposed), None, stride, padding, output_padding,
-                              dilation, groups, transposed)
+    if wanted[1]:                                       # scales that come from a batch norm which is being trained
+        by_codes = float_conv(x, weight_of(codes.to(x.dtype), channels, kernel, groups, transposed), None, *geometry[1:])
         each = [a for a in range(grad.dim()) if a != grad.dim() - len(kernel) - 1]
         grad_scale = (grad * by_codes).float().sum(each).unsqueeze(1)
         grad_scale = grad_scale if scale.shape[0] != 1 else grad_scale.sum(0, keepdim=True)
-    single = x.dim() == weight.dim() - 1
-    wanted = [ctx.needs_input_grad[0], False, ctx.biased and ctx.needs_input_grad[3]]
+    single = x.dim() == len(kernel) + 1
     grad_x, _, grad_bias = torch.ops.aten.convolution_backward(
-        grad[None] if single else grad, x[None] if single else x, weight, [codes.shape[0]] if ctx.biased else None, stride, padding, dilation,
-        transposed, output_padding, groups, wanted)
-    return (grad_x[0] if single and grad_x is not None else grad_x, None, grad_scale, grad_bias, *(None,) * 10)
+        grad[None] if single else grad, x[None] if single else x, weight_of(matrix, channels, kernel, groups, transposed), [codes.shape[0]],
+        stride, padding, dilation, transposed, output_padding, groups, [wanted[0], False, wanted[2]])
+    return grad_x[0] if single and grad_x is not None else grad_x, grad_scale, grad_bias
+
+
+def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
+    x, codes, scale = ctx.saved_tensors
+    *geometry, _, bits, group = ctx.rest
+    wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], ctx.biased and ctx.needs_input_grad[3]]
+    grad_x, grad_scale, grad_bias = gradients(grad, x, codes, scale, bits, group, tuple(geometry), wanted)
+    return (grad_x, None, grad_scale, grad_bias, *(None,) * 10)
 
 
 conv = define("conv(Tensor x, Tensor codes, Tensor scale, Tensor? bias, int[] kernel, int[] stride, int[] padding, int[] output_padding, "

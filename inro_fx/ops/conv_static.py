@@ -1,5 +1,5 @@
-"""inro_fx::conv_static(x, codes, scale, x_scale, x_zero, bias, residual, r_scale, r_zero, y_scale, y_zero, kernel, ..., activation, low, high,
-channels_last, dtype).
+"""inro_fx::conv_static(x, codes, scale, x_scale, x_zero, bias, residual, r_scale, r_zero, y_scale, y_zero, kernel, ..., activation, low,
+high, channels_last, dtype).
 
 A convolution on integers of fixed scales, and what follows it. Codes of images are uint8 in channels_last order, with the scale and the
 zero point of a `quantize`; x may be codes or floats, which are quantized first. codes and geometry are those of `conv`:
@@ -8,19 +8,18 @@ zero point of a `quantize`; x may be codes or floats, which are quantized first.
     y = activation(v), or where y_scale is given, quantize(activation(v), y_scale, y_zero)
 
 Sums are exact in int32, everything after is float32. ``activation`` is the number of one of `ACTIVATIONS`; a residual may be floats, too.
-y as floats has the dtype of x, or ``dtype`` where x are codes, and with ``channels_last`` its channels side by side. Samples that hold NaN or infinity are computed in
-floats. The gradient is that of the float convolution with dequantized weights, where x lies inside its range.
+y as floats has the dtype of x, or ``dtype`` where x are codes, and with ``channels_last`` its channels side by side. Samples that hold NaN
+or infinity are computed in floats. The gradient is that of the float convolution with dequantized weights, where x lies inside its range;
+there is none through codes.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .conv import Sizes, channels_of, convolution_shape, float_conv, in_channels_last, weight_of
+from .conv import Sizes, channels_of, convolution_shape, float_conv, gradients, in_channels_last, weight_of
 from .dequantize import reference as dequantize
 from .library import define
 from .quantize import dequantize_reference, quantize_reference, side_by_side
@@ -44,8 +43,8 @@ def activate(v: Tensor, activation: int, low: float, high: float) -> Tensor:
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, x_scale: Tensor, x_zero: Tensor, bias: Tensor | None, residual: Tensor | None,
               r_scale: Tensor | None, r_zero: Tensor | None, y_scale: Tensor | None, y_zero: Tensor | None, kernel: Sizes, stride: Sizes,
-              padding: Sizes, output_padding: Sizes, dilation: Sizes, groups: int, transposed: bool, activation: int, low: float, high: float,
-              channels_last: bool, dtype: torch.dtype) -> Tensor:
+              padding: Sizes, output_padding: Sizes, dilation: Sizes, groups: int, transposed: bool, activation: int, low: float,
+              high: float, channels_last: bool, dtype: torch.dtype) -> Tensor:
     channels = channels_of(x, codes, kernel, groups)
     geometry = (stride, padding, output_padding, dilation, groups, transposed)
     each = (-1, *(1,) * len(kernel))
@@ -60,8 +59,7 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, x_scale: Tensor, x_zero: 
         v = v * (x_scale.flatten() * scale.flatten()).reshape(each)
     v = v if plus is None else v + plus
     if residual is not None:
-        coded = not residual.is_floating_point() and r_scale is not None and r_zero is not None
-        v = v + (dequantize_reference(residual, r_scale, r_zero, torch.float32) if coded else residual)        # type: ignore[arg-type]
+        v = v + (residual if r_scale is None or r_zero is None else dequantize_reference(residual, r_scale, r_zero, torch.float32))
     v = activate(v, activation, low, high)
     if y_scale is not None and y_zero is not None:
         return quantize_reference(v, y_scale, y_zero)
@@ -85,30 +83,32 @@ def fake(x: Tensor, codes: Tensor, scale: Tensor, x_scale: Tensor, x_zero: Tenso
 
 
 def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, codes, scale, x_scale, x_zero, bias, *ctx.rest = inputs
-    ctx.plain = inputs[6] is None and inputs[9] is None and not inputs[17] and x.is_floating_point()
-    ctx.biased = bias is not None
-    ctx.save_for_backward(x, codes, scale, x_scale, x_zero)
+    ctx.given = dict(zip(ARGUMENTS, inputs, strict=True))
+    ctx.save_for_backward(*(ctx.given.pop(name) for name in ("x", "codes", "scale", "x_scale", "x_zero", "bias")))
 
 
 def backward(ctx, grad: Tensor) -> tuple:  # type: ignore[no-untyped-def]
-    if not ctx.plain:
+    x, codes, scale, x_scale, x_zero, bias = ctx.saved_tensors
+    given = ctx.given
+    if given["residual"] is not None or given["y_scale"] is not None or not x.is_floating_point():
         raise NotImplementedError("inro_fx::conv_static has no gradient through codes")
-    x, codes, scale, x_scale, x_zero = ctx.saved_tensors
-    kernel, stride, padding, output_padding, dilation, groups, transposed = ctx.rest[5:12]
-    weight = weight_of(dequantize(codes, scale, 8, 0, codes.shape[1], grad.dtype), channels_of(x, codes, kernel, groups), kernel, groups, transposed)
-    single = x.dim() == weight.dim() - 1
-    wanted = [ctx.needs_input_grad[0], False, ctx.biased and ctx.needs_input_grad[5]]
-    grad_x, _, grad_bias = torch.ops.aten.convolution_backward(
-        grad[None] if single else grad, x[None] if single else x, weight, [codes.shape[0]] if ctx.biased else None, stride, padding, dilation,
-        transposed, output_padding, groups, wanted)
-    if grad_x is not None:
-        inside = ((x * x_scale.reciprocal()).round() + x_zero).abs() <= 127
-        grad_x = (grad_x[0] if single else grad_x) * inside
-    return (grad_x, None, None, None, None, grad_bias, *(None,) * 17)
+    if given["activation"]:
+        with torch.no_grad():
+            before = conv_static(x, codes, scale, x_scale, x_zero, bias, **{**given, "activation": 0})
+        with torch.enable_grad():
+            after = activate(before.requires_grad_(), given["activation"], given["low"], given["high"])
+        grad, = torch.autograd.grad(after, before, grad)
+    whole = (x * x_scale.reciprocal()).round() + x_zero
+    seen = ((whole.clamp(-127, 127) - x_zero) * x_scale).to(x.dtype)
+    wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], bias is not None and ctx.needs_input_grad[5]]
+    geometry = tuple(given[name] for name in ARGUMENTS[11:18])
+    grad_x, grad_scale, grad_bias = gradients(grad, seen, codes, scale, 8, 0, geometry, wanted)
+    return (None if grad_x is None else grad_x * (whole.abs() <= 127), None, grad_scale, None, None, grad_bias, *(None,) * 17)
 
 
-SCHEMA = ("conv_static(Tensor x, Tensor codes, Tensor scale, Tensor x_scale, Tensor x_zero, Tensor? bias, Tensor? residual, Tensor? r_scale, "
-          "Tensor? r_zero, Tensor? y_scale, Tensor? y_zero, int[] kernel, int[] stride, int[] padding, int[] output_padding, int[] dilation, "
-          "int groups, bool transposed, int activation, float low, float high, bool channels_last, ScalarType dtype) -> Tensor")
+SCHEMA = ("conv_static(Tensor x, Tensor codes, Tensor scale, Tensor x_scale, Tensor x_zero, Tensor? bias, Tensor? residual, "
+          "Tensor? r_scale, Tensor? r_zero, Tensor? y_scale, Tensor? y_zero, int[] kernel, int[] stride, int[] padding, "
+          "int[] output_padding, int[] dilation, int groups, bool transposed, int activation, float low, float high, bool channels_last, "
+          "ScalarType dtype) -> Tensor")
+ARGUMENTS = [part.strip().split()[-1] for part in SCHEMA.partition("(")[2].partition(")")[0].split(",")]
 conv_static = define(SCHEMA, reference, fake, setup, backward)

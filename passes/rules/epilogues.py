@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ..carriers import name_of_target
 from ..program import Context, Program, annotate, derived, meta_of, shape_of
 from .driver import Match, Rule, apply_rules
 
-__all__ = ["CODES", "EXACT", "argument", "epilogue_of", "epilogues", "is_conv", "with_arguments"]
+__all__ = ["CODES", "EXACT", "argument", "epilogue_of", "epilogues", "give", "is_conv", "with_arguments"]
 
 
 def epilogues(program: Program, context: Context) -> Program:
@@ -35,8 +35,9 @@ def epilogues(program: Program, context: Context) -> Program:
 
 # ---- calls of the operators, by the names of their arguments ----
 
-def _schema(node: fx.Node) -> list[Any]:
-    return list(getattr(node.target, "_schema").arguments)
+def _names(node: fx.Node) -> list[str]:
+    schema: Any = getattr(node.target, "_schema", None)
+    return [a.name for a in schema.arguments]
 
 
 def is_conv(node: Any, name: str = "inro_fx::conv_static") -> bool:
@@ -47,15 +48,28 @@ def is_conv(node: Any, name: str = "inro_fx::conv_static") -> bool:
 
 def argument(node: fx.Node, name: str) -> Any:
     """What a call of one of our operators is given for an argument."""
-    return node.args[[a.name for a in _schema(node)].index(name)]
+    return node.args[_names(node).index(name)]
 
 
 def with_arguments(graph: fx.Graph, node: fx.Node, **changes: Any) -> fx.Node:
     """The same call with other arguments."""
-    names = [a.name for a in _schema(node)]
-    new = graph.call_function(node.target, tuple(changes.get(name, given) for name, given in zip(names, node.args, strict=True)))  # type: ignore[arg-type]
+    new = graph.call_function(_target(node), _arguments(node, changes))
     annotate(new, kernel=meta_of(node).get("kernel", ""), weight_dtype=meta_of(node).get("weight_dtype", torch.float32))
     return new
+
+
+def _target(node: fx.Node) -> Callable[..., Any]:
+    assert callable(node.target)
+    return node.target
+
+
+def _arguments(node: fx.Node, changes: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(changes.get(name, given) for name, given in zip(_names(node), node.args, strict=True))
+
+
+def give(node: fx.Node, **changes: Any) -> None:
+    """Gives the call itself other arguments."""
+    node.args = _arguments(node, changes)
 
 
 def _plain(node: Any) -> bool:
@@ -128,7 +142,7 @@ class NormedBias(_Normed):
 def _fuse_norm(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
     conv, call = match.nodes[0], _norm_of(match.root)
 
-    def made(kind: type[_Normed], **sources: Any) -> fx.Node:
+    def made(kind: type[NormedScale | NormedBias], **sources: Any) -> fx.Node:
         here = {name: node for name, node in sources.items() if node is not None}
         return derived(graph, list(here.values()), kind(call["eps"], tuple(here)))
     scale = made(NormedScale, scale=argument(conv, "scale"), running_var=call["running_var"], weight=call["weight"])
@@ -186,7 +200,7 @@ def epilogue_of(node: fx.Node) -> tuple[int, float, float] | None:
 
 
 def _find_activation(node: fx.Node, context: Context) -> Match | None:
-    conv = node.args[0] if node.args else None
+    conv: Any = node.args[0] if node.args else None
     fits = is_conv(conv) and len(conv.users) == 1 and not argument(conv, "activation") and argument(conv, "y_scale") is None
     return Match.of(conv, node) if fits and epilogue_of(node) is not None else None
 
@@ -203,11 +217,13 @@ def _find_sum(node: fx.Node, context: Context) -> Match | None:
     name = name_of_target(node.target) if node.op in ("call_function", "call_method") else ""
     if name not in ("add", "add_", "iadd", "__add__", "__iadd__") or len(node.args) != 2 or node.kwargs:
         return None
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    conv: Any = max((a for a in node.args if _plain(a)), key=lambda n: order[n], default=None)  # type: ignore[index]
+    first, second = node.args
+    if _plain(first) and _plain(second):
+        conv: Any = max(first, second)                                 # type: ignore[type-var]    # the later one: the other is its residual
+    else:
+        conv = next((a for a in node.args if _plain(a)), None)
     if conv is None:
         return None
-    first, second = node.args
     other: Any = second if first is conv else first
     return Match.of(other, conv, node) if is_conv(other, "inro_fx::dequantize_codes") else Match.of(conv, node)
 
@@ -231,16 +247,14 @@ def _fuse_sum(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
     if not is_conv(other):
         codes, scale, zero, _ = other.args
         return with_arguments(graph, conv, residual=codes, r_scale=scale, r_zero=zero)
-    beside = with_arguments(graph, other, channels_last=True)          # floats that are read where they are added
-    beside.meta = {**other.meta}
-    other.replace_all_uses_with(beside)
-    return with_arguments(graph, conv, residual=beside)
+    give(other, channels_last=True)                                    # floats that are read where they are added
+    return with_arguments(graph, conv, residual=other)
 
 
 def _find_codes(node: fx.Node, context: Context) -> Match | None:
-    conv = node.args[0] if is_conv(node, "inro_fx::quantize") else None
-    fits = is_conv(conv) and len(conv.users) == 1 and argument(conv, "y_scale") is None and not argument(conv, "channels_last")  # type: ignore[union-attr,arg-type]
-    return Match.of(conv, node) if fits else None                      # type: ignore[arg-type]
+    conv: Any = node.args[0] if is_conv(node, "inro_fx::quantize") else None
+    fits = is_conv(conv) and len(conv.users) == 1 and argument(conv, "y_scale") is None and not argument(conv, "channels_last")
+    return Match.of(conv, node) if fits else None
 
 
 def _fuse_codes(graph: fx.Graph, match: Match, context: Context) -> fx.Node:

@@ -5,9 +5,9 @@
     after     conv = conv_static(x, ..., y_scale=x_scale, y_zero=x_zero, activation=clamp)
               pool = inro_fx.max_pool2d(conv, ...); y = conv_static(pool, ..., x_scale, x_zero)
 
-Values that go into each other without arithmetic (pooling, concatenation) have one format, that of the reader with the widest range which
-has seen all of them: it is chosen before anything is rounded. First every such value is quantized where it is computed, and dequantized for readers that want floats: that graph
-is the definition of the result. Then `epilogues.CODES` fuses it.
+Values that go into each other without arithmetic (pooling, concatenation) have one format, that of the reader with the widest range
+which has seen all of them: it is chosen before anything is rounded. First every such value is quantized where it is computed, and
+dequantized for readers that want floats: that graph is the definition of the result. Then `epilogues.CODES` fuses it.
 
 Codes carry no gradient: a program with some is for calls that want none.
 """
@@ -25,7 +25,7 @@ from torch import fx
 from ..carriers import name_of_target
 from ..program import Context, Program, Value, annotate, copied, meta_of, shape_of
 from .driver import apply_rules
-from .epilogues import CODES, argument, epilogue_of, is_conv
+from .epilogues import CODES, argument, epilogue_of, give, is_conv
 
 __all__ = ["integers"]
 
@@ -70,6 +70,8 @@ def _pool(node: fx.Node) -> _Pool | None:
     stride = pairs[0] if call["stride"] in (None, []) else _pair(call["stride"])
     if call["return_indices"] is not False or type(call["ceil_mode"]) is not bool or stride is None or None in pairs:
         return None
+    if pairs[1] != (0, 0) and pairs[2] != (1, 1):
+        return None                                                    # a window may hold nothing but padding: minus infinity is no code
     return _Pool(pairs[0], stride, pairs[1], pairs[2], call["ceil_mode"])            # type: ignore[arg-type]
 
 
@@ -103,13 +105,13 @@ class _Wish:
 
 
 def _wish_of(node: fx.Node, context: Context) -> _Wish | None:
-    if not is_conv(node) or shape_of(argument(node, "x")) is None:
-        return None
+    if not is_conv(node) or shape_of(argument(node, "x")) is None or "format" in meta_of(argument(node, "x")):
+        return None                                                    # not fixed to codes, or it reads some already
     stored = meta_of(argument(node, "x_scale")).get("stored")
     weight = context.weights.get(stored.constant) if stored is not None else None
     if weight is None:
         return None
-    scale, zero = weight.scheme.input_parts()                          # type: ignore[attr-defined]
+    scale, zero = weight.scheme.input_parts()
     return _Wish(node, (-127 - zero) * scale, (127 - zero) * scale)
 
 
@@ -129,7 +131,7 @@ class _Group:
 
 def _groups(graph: fx.Graph, context: Context, moves: Mapping[fx.Node, list[fx.Node]]) -> list[_Group]:
     """The groups of values that go into convolutions on codes, in the order of these."""
-    behind: dict[fx.Node, tuple[set[fx.Node], set[fx.Node]]] = {}       # of each value: all that it is moved from, and the sources among them
+    behind: dict[fx.Node, tuple[set[fx.Node], set[fx.Node]]] = {}       # of each value: what it is moved from, and the sources among that
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         from_ = [behind[s] for s in moves.get(node, ())]
@@ -181,7 +183,7 @@ def _place(program: Program, context: Context) -> bool:
         for node in group.members:
             codes[node] = _codes_of(graph, node, moves.get(node), codes, scale, zero)
         for reader, _ in group.wishes:
-            _read_codes(reader.conv, codes[argument(reader.conv, "x")], scale, zero)
+            give(reader.conv, x=codes[argument(reader.conv, "x")], x_scale=scale, x_zero=zero)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in sorted(codes, key=lambda n: -order[n]):
         _give_floats(graph, node, codes[node], {*codes.values()})
@@ -245,12 +247,6 @@ def _after(node: fx.Node) -> fx.Node:
     return after
 
 
-def _read_codes(conv: fx.Node, codes: fx.Node, scale: fx.Node, zero: fx.Node) -> None:
-    changes = {"x": codes, "x_scale": scale, "x_zero": zero}
-    names = [a.name for a in getattr(conv.target, "_schema").arguments]
-    conv.args = tuple(changes.get(name, given) for name, given in zip(names, conv.args, strict=True))
-
-
 def _give_floats(graph: fx.Graph, node: fx.Node, codes: fx.Node, made: set[fx.Node]) -> None:
     """Readers that want floats get them from the codes: there is one value, whoever reads it."""
     readers = [user for user in node.users if user not in made]
@@ -261,6 +257,7 @@ def _give_floats(graph: fx.Graph, node: fx.Node, codes: fx.Node, made: set[fx.No
     dtype = meta_of(node)["value"].dtype
     with graph.inserting_before(_after(codes)):
         floats = graph.call_function(torch.ops.inro_fx.dequantize_codes.default, (codes, scale, zero, dtype))
-    annotate(floats, module=meta_of(node)["module"], twin=meta_of(node).get("twin", node.name), value=meta_of(node)["value"], weight_dtype=dtype)
+    meta = meta_of(node)
+    annotate(floats, module=meta["module"], twin=meta.get("twin", node.name), value=meta["value"], weight_dtype=dtype)
     for reader in readers:
         reader.replace_input_with(node, floats)

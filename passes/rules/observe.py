@@ -25,7 +25,9 @@ __all__ = ["activation_of", "observe"]
 def activation_of(node: fx.Node, use: Use) -> fx.Node | None:
     """The input of a call that a scheme's own operator can compute with a quantized input; None for other uses of a weight."""
     carrier = carrier_of(node.target)
-    if carrier is None or carrier.activation is None or carrier.fused not in ("linear", "conv") or use.operand == carrier.activation or use.computed:
+    if carrier is None or carrier.activation is None or carrier.fused not in ("linear", "conv"):
+        return None
+    if use.operand == carrier.activation or use.computed:
         return None
     value = carrier.bind(node.args, node.kwargs).get(carrier.activation)
     return value if isinstance(value, fx.Node) and "alias" not in value.meta else None
