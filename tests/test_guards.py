@@ -1,6 +1,7 @@
 """What Python learns about a value holds for the next call too, or the graph does not answer it: never silently another answer."""
 
 import contextlib
+import enum
 import copy
 import functools
 import json
@@ -619,6 +620,26 @@ def test_operators_that_may_give_back_their_input(gives, asks):
             for x in (torch.randn(8, 8), torch.randn(5, 8), torch.randn(8, 5).t(), torch.randn(5, 16)[:, ::2], torch.randn(5, 8).double()):
                 assert torch.equal(small(x.clone()), model(x.clone()))
                 assert torch.equal(small(x), model(x))
+
+
+class Held:
+    last = None
+
+
+class Names(enum.Enum):
+    ONE = 1
+
+
+def test_comparisons_with_what_a_class_holds():
+    """A member of an enumeration is no tensor, whatever may be given back; a tensor that a class holds may be."""
+    named = net(lambda self, x, name: self.a(x.float()) if name is Names.ONE else self.b(x.float()), **layers("a", "b"))
+    small = inro_fx.quantize_graph(named, (torch.randn(3, 8), Names.ONE), Identity(), strict=True)
+    assert torch.equal(small(x := torch.randn(3, 8), Names.ONE), named(x, Names.ONE))
+    held = net(lambda self, x: self.a(x) if x.float() is Held.last else self.b(x), **layers("a", "b"))
+    Held.last = torch.randn(3, 8)
+    small = inro_fx.quantize_graph(held, torch.randn(3, 8), Identity())
+    for x in (torch.randn(3, 8), Held.last):
+        assert torch.equal(small(x), held(x))
 
 
 @pytest.mark.parametrize("part", ["", "child"])

@@ -14,8 +14,8 @@ TENSOR_TYPES = {f"{kind}Tensor" for kind in ("Float", "Double", "Half", "BFloat1
 
 
 def questions_of(code: types.CodeType) -> frozenset[str]:
-    """"type" where a type that was asked for is compared or looked up, "identity" for ``is`` between two values, "dtype" and
-    "device" for names such as FloatTensor.
+    """"type" where a type that was asked for is compared or looked up, "identity" for ``is`` between two values ("identity of Kind.SUM"
+    where one of them is an attribute of a global), "dtype" and "device" for names such as FloatTensor.
 
     >>> sorted(questions_of(compile("type(x) is int or y is z", "", "eval")))
     ['identity', 'type']
@@ -25,6 +25,8 @@ def questions_of(code: types.CodeType) -> frozenset[str]:
     frozenset()
     >>> questions_of(compile("type(x.shape) is torch.Size", "", "eval"))
     frozenset({'type'})
+    >>> questions_of(compile("kind is Kind.SUM", "", "eval"))
+    frozenset({'identity of Kind.SUM'})
     >>> questions_of(compile("f'{type(x[0]).__name__} of {n}'", "", "eval"))
     frozenset()
     >>> questions_of((lambda self, x: x.base is self).__code__), questions_of((lambda self, x: x is self.base).__code__)
@@ -56,7 +58,20 @@ def _questions(code: types.CodeType) -> Iterator[str]:
             yield "type"
             asked = -NEAR
         elif step.opname == "IS_OP" and index - attribute >= NEAR and not _of_no_tensor(steps[max(index - 2, 0):index]):
-            yield "identity"
+            path = _global_path(steps[:index])
+            yield f"identity of {path}" if path else "identity"
+
+
+def _global_path(before: list[dis.Instruction]) -> str:
+    """What the last steps load, where that is an attribute of a global, such as Kind.SUM; else nothing."""
+    path: list[str] = []
+    for step in reversed(before):
+        path.append(str(step.argval))
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and len(path) > 1:
+            return ".".join(reversed(path))
+        if step.opname != "LOAD_ATTR":
+            break
+    return ""
 
 
 def _of_no_tensor(before: list[dis.Instruction]) -> bool:

@@ -124,7 +124,7 @@ class Listener:
             if internal is None:
                 internal = self._known[code] = code.co_filename.startswith(INTERNAL)
                 if not internal and not _is_standard(code):
-                    self._read(code)
+                    self._read(code, frame.f_globals)
                     self._reach(frame)
             if internal and (code in _SETTING_OF or code in _REFUSAL_OF):
                 self._heard(code, frame.f_back)
@@ -219,10 +219,12 @@ class Listener:
             self.seeded = self.seeded or "seed" in _REFUSAL_OF[function] or "rng" in _REFUSAL_OF[function]
             self.refusal = self.refusal or f"{_REFUSAL_OF[function]} at {place(caller)}"
 
-    def _read(self, code: types.CodeType) -> None:
-        """What the code of a function that runs may ask of a value without calling anything."""
+    def _read(self, code: types.CodeType, names: dict[str, Any]) -> None:
+        """What the code of a function that runs may ask of a value without calling anything; ``names``: its globals."""
         asked = questions_of(code)
         self.facts |= asked & {"identity", "dtype", "device"}
+        if any(_may_be_tensor(question.partition(" of ")[2], names) for question in asked if " of " in question):
+            self.facts.add("identity")
         self.catching = self.catching or bool(tries_of(code))
         if "type" in asked:
             self.refusal = self.refusal or f"compares the type of a value in {code.co_name}"
@@ -283,6 +285,17 @@ _C_FUNCTIONS = {id, *(f for f in (*_SETTING_OF, *_REFUSAL_OF) if not isinstance(
 def _same_state(generator: Any, before: Any) -> bool:
     now = state_of(generator)
     return now is not None and now[0] == before
+
+
+def _may_be_tensor(path: str, names: dict[str, Any]) -> bool:
+    """Not what a class or a module has under that name, such as a member of an enumeration."""
+    first, _, rest = path.partition(".")
+    held = names.get(first)
+    for name in rest.split("."):
+        if not isinstance(held, (type, types.ModuleType)):
+            return True
+        held = inspect.getattr_static(held, name, None)
+    return isinstance(held, torch.Tensor)
 
 
 def _differs(name: str, held: Any, before: Any) -> bool:
