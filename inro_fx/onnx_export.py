@@ -2,7 +2,8 @@
 
 Weights of at most 16 bits become DequantizeLinear (the QDQ pattern that ONNX Runtime and others fuse), with a scale per tensor,
 per channel or per block; codes of up to four bits are INT4 there, those of five to seven INT8. Linears with quantized activations
-become MatMulInteger. A table that is only looked up keeps codes below eight bits packed, and unpacks the rows that are asked for.
+become MatMulInteger, convolutions with a static scheme stand between QuantizeLinear and DequantizeLinear. A table that is only looked
+up keeps codes below eight bits packed, and unpacks the rows that are asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .atomic import write_bytes
 from .errors import MissingTool, ModelError
-from .numerics.bits import fields_of, unpack_bits
+from .numerics.bits import unpack_bits
+from .onnx_operators import INT8, INT16, INT32, UINT8, overloads, translations
+from .ops.conv import conv, weight_of
+from .ops.conv_static import conv_static
 from .ops.dequantize import dequantize
 from .ops.embedding import embedding
 from .ops.linear import linear
-from .ops.linear_dynamic import linear_dynamic
-from .ops.linear_static import linear_static
-from .ops.recurrent import recurrent
 from .passes.capture.example import Example
 from .passes.run.weights import PackedWeights
 
@@ -38,9 +38,7 @@ __all__ = ["export_onnx"]
 
 OPSET = 21                 # the first with DequantizeLinear of 4-bit and 16-bit integers, and of blocks
 MOST_BYTES = 2**31 - 1     # of one protobuf message
-ONNX_GATES = {"lstm": (0, 3, 1, 2), "gru": (1, 0, 2), "tanh": (0,), "relu": (0,)}          # torch's gates in the order of ONNX
 SIZE = object()            # in the steps of a program: a number that depends on the sizes of its inputs
-FLOAT, UINT8, INT8, INT16, INT32, DOUBLE = 1, 2, 3, 5, 6, 11        # ONNX's numbers of dtypes
 
 
 def export_onnx(model: nn.Module, example_inputs: Any, path: str | os.PathLike[str]) -> Path:
@@ -68,7 +66,7 @@ def export_onnx(model: nn.Module, example_inputs: Any, path: str | os.PathLike[s
             program, fixed = _for_any_rows(model, Example.of(example_inputs))
             _unpack(program)
             onnx_program = torch.onnx.export(program, opset_version=OPSET, verbose=False, optimize=False,
-                                             custom_translation_table=_translations())
+                                             custom_translation_table=translations())
             assert onnx_program is not None
             _finish(onnx_program.model)
     except Exception as error:
@@ -165,25 +163,29 @@ def _by_name(model: nn.Module, shapes: tuple) -> dict[str, Any]:
 
 # ---- our operators ----
 
-def _overloads(operator: Any) -> tuple[Any, Any]:
-    """Those of an operator that torch.export may leave in a program."""
-    return operator, operator.overloadpacket.inference
-
-
 def _unpack(program: torch.export.ExportedProgram) -> None:
-    """Makes int8 of packed codes that are used as a whole, for `_narrow` to shrink; those that are only looked up stay packed."""
+    """Makes int8 of packed codes that are used as a whole, for `_narrow` to shrink; those that are only looked up stay packed. Codes of
+    convolutions take the order of their weights."""
     signature = program.graph_signature
     names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
-    whole = {*_overloads(dequantize), *_overloads(linear)}
-    ours = {*whole, *_overloads(embedding)}
+    whole = {*overloads(dequantize), *overloads(linear)}
+    ours = {*whole, *overloads(embedding)}
+    convolutions = {*overloads(conv), *overloads(conv_static)}
     for node in program.graph.nodes:
-        if node.name not in names or not node.users or any(user.target not in ours for user in node.users):
+        if node.name not in names or not node.users:
             continue
-        calls = [_arguments(user) for user in node.users]
-        if any(call["codes"] is not node or call["bits"] >= 8 for call in calls) or not any(u.target in whole for u in node.users):
+        called = {user.target for user in node.users}
+        calls = [_arguments(user) for user in node.users] if called <= ours or called <= convolutions else []
+        if not calls or any(call["codes"] is not node for call in calls):
             continue
         tensors = program.state_dict if names[node.name] in program.state_dict else program.constants
-        codes = unpack_bits(tensors[names[node.name]], calls[0]["bits"], calls[0]["columns"])
+        codes, call = tensors[names[node.name]], calls[0]
+        if called <= convolutions:
+            groups, transposed = call["groups"], call["transposed"]
+            channels = codes.shape[1] // torch.Size(call["kernel"]).numel() * groups
+            codes = weight_of(codes, channels, call["kernel"], groups, transposed).reshape(codes.shape)
+        elif any(call["bits"] < 8 for call in calls) and called & whole:
+            codes = unpack_bits(codes, call["bits"], call["columns"])
         tensors[names[node.name]] = codes
         node.meta["val"] = node.meta["val"].new_empty(codes.shape, dtype=codes.dtype)
 
@@ -191,110 +193,6 @@ def _unpack(program: torch.export.ExportedProgram) -> None:
 def _arguments(node: torch.fx.Node) -> dict[str, Any]:
     schema: Any = node.target
     return {**dict(zip((a.name for a in schema._schema.arguments), node.args, strict=False)), **node.kwargs}
-
-
-def _translations() -> dict[Any, Callable]:
-    from onnxscript import opset21
-    op: Any = opset21
-
-    def ints(*values: int) -> Any:
-        return op.Constant(value_ints=list(values))
-
-    def scalar(value: int) -> Any:
-        return op.Cast(op.Constant(value_int=value), to=INT32)
-
-    def unpacked(codes: Any, bits: int, columns: int) -> Any:
-        """The inverse of `pack_bits`: uint8 [rows, bytes] -> int8 [rows, columns]."""
-        whole, start = None, 0
-        for width, shift in fields_of(bits):
-            per_byte = 8 // width
-            count = -(-columns // per_byte)
-            byte = op.Cast(op.Slice(codes, ints(start), ints(start + count), ints(1)), to=INT32)
-            pieces = [op.Unsqueeze(op.Mod(op.Div(byte, scalar(1 << width * i)), scalar(1 << width)), ints(2))
-                      for i in range(per_byte)]
-            field = op.Reshape(op.Concat(*pieces, axis=2), ints(-1, count * per_byte))
-            field = op.Mul(op.Slice(field, ints(0), ints(columns), ints(1)), scalar(1 << shift))
-            whole, start = field if whole is None else op.Add(whole, field), start + count
-        return op.Cast(op.Sub(whole, scalar(1 << bits - 1)), to=INT8)
-
-    def floats(codes: Any, scale: Any, bits: int, group: int, columns: int, shared: bool) -> Any:
-        """[rows, columns] float32, or float64 of codes that have more than 16 bits. ``shared``: one scale serves all rows."""
-        blocks = 0 < group < columns
-        if bits <= 16:
-            if blocks:
-                return op.DequantizeLinear(codes, scale, axis=1, block_size=group)
-            return op.DequantizeLinear(codes, op.Squeeze(scale) if shared else op.Reshape(scale, ints(-1)), axis=0)
-        if blocks:                                              # [rows, groups] -> [rows, columns]
-            scale = op.Reshape(op.Expand(op.Unsqueeze(scale, ints(2)), ints(1, 1, group)), ints(-1, -(-columns // group) * group))
-            scale = op.Slice(scale, ints(0), ints(columns), ints(1))
-        return op.Mul(op.Cast(codes, to=DOUBLE), op.Cast(scale, to=DOUBLE))
-
-    def onnx_dequantize(codes: Any, scale: Any, bits: int, group: int, columns: int, dtype: int) -> Any:
-        shared = scale.shape[0] == 1 and codes.shape[0] != 1
-        weight = floats(unpacked(codes, bits, columns) if codes.dtype == UINT8 else codes, scale, bits, group, columns, shared)
-        return weight if dtype == FLOAT and bits <= 16 else op.Cast(weight, to=dtype)
-
-    def onnx_linear(x: Any, codes: Any, scale: Any, bias: Any, bits: int, group: int, columns: int) -> Any:
-        y = op.MatMul(x, op.Transpose(onnx_dequantize(codes, scale, bits, group, columns, x.dtype), perm=[1, 0]))
-        return y if bias is None else op.Add(y, bias)
-
-    def onnx_embedding(ids: Any, codes: Any, scale: Any, bits: int, group: int, columns: int, dtype: int) -> Any:
-        if codes.dtype == INT8 and bits < 8:                    # used as a whole, too; and Gather takes no INT4
-            return op.Gather(onnx_dequantize(codes, scale, bits, group, columns, dtype), ids)
-        flat = op.Reshape(ids, ints(-1))
-        shared = scale.shape[0] == 1 and codes.shape[0] != 1
-        rows = op.Gather(codes, flat)
-        rows = unpacked(rows, bits, columns) if codes.dtype == UINT8 else rows
-        table = floats(rows, scale if shared else op.Gather(scale, flat), bits, group, columns, shared)
-        return op.Cast(op.Reshape(table, op.Concat(op.Shape(ids), ints(columns), axis=0)), to=dtype)
-
-    def onnx_linear_dynamic(x: Any, codes: Any, scale: Any, bias: Any, columns: int) -> Any:
-        wide = op.Cast(x, to=FLOAT)
-        largest = op.ReduceMax(op.Abs(wide), op.Constant(value_ints=[-1]), keepdims=1)
-        step = op.Div(largest, op.Constant(value_float=127.0))
-        step = op.Where(op.Less(step, op.Constant(value_float=torch.finfo(torch.float32).tiny)), op.Constant(value_float=1.0), step)
-        rounded = op.Clip(op.Round(op.Div(wide, step)), op.Constant(value_float=-127.0), op.Constant(value_float=127.0))
-        sums = op.MatMulInteger(op.Cast(rounded, to=INT8), op.Transpose(codes, perm=[1, 0]))
-        y = op.Mul(op.Mul(op.Cast(sums, to=FLOAT), step), op.Transpose(scale, perm=[1, 0]))
-        y = y if bias is None else op.Add(y, op.Cast(bias, to=FLOAT))
-        return op.CastLike(y, x)
-
-    def onnx_linear_static(x: Any, codes: Any, scale: Any, sums: Any, input_scale: Any, input_zero: Any, bias: Any,
-                           columns: int) -> Any:
-        zero = op.Cast(input_zero, to=FLOAT)
-        rounded = op.Add(op.Round(op.Div(op.Cast(x, to=FLOAT), input_scale)), zero)
-        rounded = op.Clip(rounded, op.Constant(value_float=-127.0), op.Constant(value_float=127.0))
-        product = op.MatMulInteger(op.Cast(rounded, to=INT8), op.Transpose(codes, perm=[1, 0]))
-        exact = op.Sub(product, op.Mul(input_zero, op.Transpose(sums, perm=[1, 0])))
-        y = op.Mul(op.Mul(op.Cast(exact, to=FLOAT), input_scale), op.Transpose(scale, perm=[1, 0]))
-        return op.CastLike(y if bias is None else op.Add(y, op.Cast(bias, to=FLOAT)), x)
-
-    def onnx_recurrent(x: Any, h: Any, c: Any, batch_sizes: Any, codes_ih: Any, scale_ih: Any, codes_hh: Any, scale_hh: Any, bias_ih: Any,
-                       bias_hh: Any, codes_hr: Any, scale_hr: Any, cell: str, reverse: bool, dynamic: bool, bits: int, group: int) -> Any:
-        """As ONNX's own layer on dequantized weights, whose gates stand in another order. Its activations are floats."""
-        if batch_sizes is not None or codes_hr is not None:
-            raise ValueError("ONNX has no recurrent layers of packed sequences, and none with projections")
-        hidden = h.shape[-1]
-
-        def reordered(gates: Any) -> Any:
-            parts = [op.Slice(gates, ints(i * hidden), ints((i + 1) * hidden), ints(0)) for i in ONNX_GATES[cell]]
-            return op.Concat(*parts, axis=0)
-
-        def weight(codes: Any, scale: Any, columns: int) -> Any:
-            return op.Unsqueeze(reordered(onnx_dequantize(codes, scale, bits, group, columns, x.dtype)), ints(0))
-        biases = None if bias_ih is None else op.Unsqueeze(op.Concat(reordered(bias_ih), reordered(bias_hh), axis=0), ints(0))
-        given = [x, weight(codes_ih, scale_ih, x.shape[-1]), weight(codes_hh, scale_hh, hidden), biases, None, op.Unsqueeze(h, ints(0))]
-        how = {"hidden_size": hidden, "direction": "reverse" if reverse else "forward"}
-        if cell == "lstm":
-            y, last, last_c = op.LSTM(*given, op.Unsqueeze(c, ints(0)), **how)
-            return op.Squeeze(y, ints(1)), op.Squeeze(last, ints(0)), op.Squeeze(last_c, ints(0))
-        y, last = op.GRU(*given, linear_before_reset=1, **how) if cell == "gru" else op.RNN(*given, activations=[cell.capitalize()], **how)
-        return op.Squeeze(y, ints(1)), op.Squeeze(last, ints(0)), op.Identity(h)             # nothing reads the third
-
-    table: dict[Any, Callable] = {dequantize: onnx_dequantize, linear: onnx_linear, embedding: onnx_embedding,
-                                  linear_dynamic: onnx_linear_dynamic, linear_static: onnx_linear_static,
-                                  recurrent: onnx_recurrent}
-    return {overload: translation for operator, translation in table.items() for overload in _overloads(operator)}
 
 
 # ---- the ONNX graph ----
@@ -318,8 +216,9 @@ def _finish(model: Any) -> None:
 
 def _should_fold(node: Any) -> bool | None:
     """False for what would make floats of codes, or a large constant of a small one; None leaves it to onnxscript."""
-    codes = (v for v in node.inputs if v is not None and v.is_initializer() and v.dtype in (UINT8, INT8, INT16, INT32))
-    return False if node.op_type == "Expand" or any(codes) else None
+    codes = (v for v in node.inputs if v is not None and v.is_initializer() and v.dtype in (UINT8, INT8, INT16, INT32)
+             and v.const_value.size > 1)
+    return False if node.op_type == "Expand" or (node.op_type != "Reshape" and any(codes)) else None
 
 
 def _put_blocks_first(model: Any) -> None:

@@ -12,11 +12,11 @@ from models import relative
 from torch import nn
 
 import inro_fx
-from inro_fx.kernels import LEVELS, best_level, convolve
+from inro_fx.kernels import best_level, convolve
 from inro_fx.ops import conv_static as static
 from inro_fx.ops.conv import channels_of, convolution_shape, float_conv, weight_of
 from inro_fx.ops.max_pool2d import reference as max_pool_reference
-from inro_fx.ops.quantize import dequantize_reference, quantize_reference, side_by_side
+from inro_fx.ops.quantize import quantize_reference, side_by_side
 
 OPS = torch.ops.inro_fx
 needs_library = pytest.mark.skipif(best_level() < 0, reason="the C library was not built")
@@ -27,7 +27,7 @@ FORMATS = (torch.tensor([[0.02]]), torch.tensor([[-9]], dtype=torch.int32))     
 def geometries(draw):
     """(input shape, output channels, geometry) of a convolution that has results."""
     dims, transposed = draw(st.integers(1, 3)), draw(st.booleans())
-    each = lambda low, high: [draw(st.integers(low, high)) for _ in range(dims)]            # noqa: E731
+    each = lambda low, high: [draw(st.integers(low, high)) for _ in range(dims)]
     groups = draw(st.sampled_from([1, 1, 2, 3]))
     channels = draw(st.sampled_from([1, 2, 5, 16, 33]))
     out = draw(st.sampled_from([1, 2, 7, 16, 35])) * groups

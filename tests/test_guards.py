@@ -1,8 +1,8 @@
 """What Python learns about a value holds for the next call too, or the graph does not answer it: never silently another answer."""
 
 import contextlib
-import enum
 import copy
+import enum
 import functools
 import json
 import math

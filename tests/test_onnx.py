@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from models import MODELS, example, first, quantize, relative
+from test_convolutions import NETWORKS, network, quantized
 from torch import nn
 
 import inro_fx
@@ -41,10 +42,29 @@ def test_the_same_numbers_in_onnx_runtime(name, scheme, tmp_path):
         assert relative(want, got) < 2e-4                         # int8: 15-bit activations in the C kernel
     graph = onnx.load(file).graph
     codes = sum(t.numel() for n, t in small.state_dict().items() if "_codes" in n)
-    assert 0.95 * codes < sum(len(i.raw_data) for i in graph.initializer if i.data_type in INTEGERS) <= codes      # rows of ours are whole bytes
+    assert 0.95 * codes < sum(len(i.raw_data) for i in graph.initializer if i.data_type in INTEGERS) <= codes + 8     # zero points; rows of ours are whole bytes
     if SCHEMES[scheme]:
         layers = len({r.layer for r in inro_fx.report(small).rows}) - (name == "tied")
         assert collections.Counter(n.op_type for n in graph.node)[SCHEMES[scheme]] >= layers
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("unet", "int8"), ("volumes", "int8_dynamic"), *((name, "int8_static") for name in NETWORKS)])
+def test_networks_of_convolutions(name, scheme, tmp_path):
+    """With every weight as codes; between convolutions of a static scheme the values are codes, too, and the runtime multiplies integers."""
+    model, x = network(name)
+    small = quantized(model, x, scheme)
+    file = inro_fx.export_onnx(small, x, tmp_path / "m.onnx")
+    with torch.no_grad():
+        want, got = small(x), run(file, (x,))
+    assert got.shape == want.shape
+    assert relative(want, got) < {"int8": 2e-4, "int8_dynamic": 0.06, "int8_static": 0.02}[scheme]       # a code that is rounded otherwise
+    graph = onnx.load(file).graph
+    codes = sum(t.numel() for n, t in small.state_dict().items() if n.endswith("_codes"))
+    assert sum(len(i.raw_data) for i in graph.initializer if i.data_type in INTEGERS) >= codes
+    kinds = collections.Counter(n.op_type for n in graph.node)
+    if scheme == "int8_static":
+        assert kinds["QuantizeLinear"] >= (1 if name == "squeeze" else kinds["Conv"] - 1)
+        assert not kinds["Cast"] or name in ("resnet", "mobilenet")          # of the last linear
 
 
 class Words(nn.Module):

@@ -187,9 +187,10 @@ def recurrent_steps(gates: Tensor, h: Tensor, c: Tensor | None, codes: Tensor, s
 
 def convolve(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, geometry: tuple[Any, ...], result: Sequence[int], *,
              x_format: tuple[Tensor, Tensor] | None = None, residual: Tensor | None = None, r_format: tuple[Tensor, Tensor] | None = None,
-             y_format: tuple[Tensor, Tensor] | None = None, channels_last: bool = False, activation: tuple[int, float, float] = (0, 0.0, 0.0),
-             levels: int = 1, level: int = -1, threads: int | None = None) -> Tensor | None:
-    """The convolution of ops/conv_static.py where there is an ``x_format``, else that of ops/conv.py with x of ``levels`` x 7 bits.
+             y_format: tuple[Tensor, Tensor] | None = None, channels_last: bool = False,
+             activation: tuple[int, float, float] = (0, 0.0, 0.0), levels: int = 1, level: int = -1,
+             threads: int | None = None) -> Tensor | None:
+    """The convolution of ops/conv_static.py where there is an ``x_format``, else that of ops/conv.py, with x of ``levels`` x 7 bits.
 
     x is float32 or uint8 codes, which have their channels side by side; ``geometry`` is (kernel, stride, padding, output_padding, dilation,
     groups, transposed), ``result`` the sizes of y behind its channels. None where a sample has to be computed in floats.
