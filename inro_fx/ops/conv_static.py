@@ -59,7 +59,8 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, x_scale: Tensor, x_zero: 
         v = v * (x_scale.flatten() * scale.flatten()).reshape(each)
     v = v if plus is None else v + plus
     if residual is not None:
-        v = v + (residual if r_scale is None or r_zero is None else dequantize_reference(residual, r_scale, r_zero, torch.float32))
+        floats = residual.is_floating_point() or r_scale is None or r_zero is None
+        v = v + (residual if floats else dequantize_reference(residual, r_scale, r_zero, torch.float32))
     v = activate(v, activation, low, high)
     if y_scale is not None and y_zero is not None:
         return quantize_reference(v, y_scale, y_zero)
