@@ -26,6 +26,7 @@ from .numerics import output_error
 from .passes.capture.example import tensors_in
 from .passes.capture.session import Session
 from .passes.program import Program, meta_of, shape_of
+from .passes.rules.fuse_conv import density_of
 from .passes.run.forward import GraphForward
 from .passes.scheme import activation_of_scheme
 from .passes.solve.plan import Plan, Target, Weight
@@ -178,6 +179,10 @@ def _kernel_of(programs: Mapping[str, Program], target: Target, weight: Weight) 
         floats = {} if result is None else {"dtype": result.dtype}
         rows, columns = math.prod(shape[:-1]) if shape is not None else 0, weight.layout.columns
         name = f"{name}/{kernel_for(operator, scheme.bits, scheme.group, columns, rows, **floats)}"
+    if operator in ("conv", "conv_static"):
+        kind = "conv_dynamic" if operator == "conv" and activation_of_scheme(scheme) == "dynamic" else operator
+        case = (kind, scheme.bits, scheme.group, weight.layout.columns, 1)
+        name = f"{name}/{kernel_for(*case, dtype=weight.constant.dtype, density=density_of(node, weight))}"
     return name, meta.get("unfused", "")
 
 

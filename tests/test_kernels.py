@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import inro_fx
 from inro_fx.kernels import KERNELS, LEVELS, Case, best_level, choose, kernel_for, linear_int8, recurrent_steps, unavailable
+from inro_fx.kernels.binding import CONVOLUTIONS
 from inro_fx.kernels.choice import Choice
 from inro_fx.numerics import int8_matmul, pack_bits, quantize_lifted, unscale
 from inro_fx.ops.recurrent import CELLS, GATES
@@ -328,8 +329,8 @@ def test_the_kernels_read_nothing_that_is_not_there(wrong):
 
 
 CASES = [Case(*case) for case in itertools.product(
-    ("linear", "linear_dynamic", "linear_static", "embedding", "dequantize"), ("cpu", "cuda"), ("float32", "bfloat16", "float64"),
-    (1, 4, 8, 16), (-1, 0, 7, 32, 10**9), (0, 1, 64, 10**6), (0, 1, 3, 9, 10**6))]
+    ("linear", "linear_dynamic", "linear_static", "embedding", "dequantize", *CONVOLUTIONS), ("cpu", "cuda"),
+    ("float32", "bfloat16", "float64"), (1, 4, 8, 16), (-1, 0, 7, 32, 10**9), (0, 1, 64, 10**6), (0, 1, 3, 9, 10**6))]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -389,9 +390,37 @@ def test_what_the_table_says_is_what_runs(dtype, columns, rows):
         assert what_runs(op, *args) == kernel, (op, bits, group)
 
 
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels", [4, 64, 512])
+def test_what_the_table_says_is_what_runs_for_convolutions(dtype, channels):
+    x, codes = torch.randn(1, channels, 8, 8, dtype=dtype), torch.randint(-127, 128, (channels, channels * 9), dtype=torch.int8)
+    geometry = ([3, 3], [1, 1], [1, 1], [0, 0], [1, 1], 1, False)
+    scale, formats = torch.rand(channels, 1) / 100, (torch.tensor([[0.02]]), torch.tensor([[3]], dtype=torch.int32))
+    calls = {"conv": ("conv", (x, codes, scale, None, *geometry, False, 8, 0)), "conv_dynamic": ("conv", (x, codes, scale, None, *geometry, True, 8, 0)),
+             "conv_static": ("conv_static", (x, codes, scale, *formats, *(None,) * 6, *geometry, 0, 0.0, 0.0, False, torch.float32))}
+    for op, (called, args) in calls.items():
+        case = Case(op, "cpu", str(dtype)[6:], 8, 0, channels * 9, 1, channels * 9 / 2)
+        assert what_runs(called, *args) == choose(case).kernel.name, op
+
+
+@pytest.mark.parametrize("wrong", [dict(codes=torch.ones(4, 35, dtype=torch.int8)), dict(scale=torch.ones(3, 1)), dict(bias=torch.ones(2)),
+                                   dict(residual=torch.ones(1, 4, 7, 8)), dict(x=torch.ones(1, 5, 8, 8))], ids=range(5))
+def test_convolutions_read_nothing_that_is_not_there(wrong):
+    right = dict(x=torch.ones(1, 4, 8, 8), codes=torch.ones(4, 36, dtype=torch.int8), scale=torch.ones(4, 1), bias=torch.ones(4), residual=None) | wrong
+    geometry = ([3, 3], [1, 1], [1, 1], [0, 0], [1, 1], 1, False)
+    fixed = (torch.tensor([[0.02]]), torch.tensor([[3]], dtype=torch.int32))
+    if right["residual"] is None:
+        with pytest.raises(RuntimeError):
+            torch.ops.inro_fx.conv(right["x"], right["codes"], right["scale"], right["bias"], *geometry, True, 8, 0)
+    with pytest.raises(RuntimeError):
+        torch.ops.inro_fx.conv_static(right["x"], right["codes"], right["scale"], *fixed, right["bias"], right["residual"], *(None,) * 4, *geometry, 0,
+                                      0.0, 0.0, False, torch.float32)
+
+
 def test_the_table_of_this_machine():
     assert len(LEVELS) == 3
-    assert set(inro_fx.kernels()) == {"library", "linear", "linear_dynamic", "linear_static", "linear_groups", "embedding", "dequantize"}
+    assert set(inro_fx.kernels()) == {"library", "linear", "linear_dynamic", "linear_static", "linear_groups", "embedding", "dequantize", *CONVOLUTIONS}
 
 
 @needs_library

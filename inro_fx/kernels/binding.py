@@ -20,6 +20,7 @@ LEVELS = ("portable C", "C with AVX2", "C with AVX-512 VNNI")
 SETTINGS = {"portable": 0, "avx2": 1}          # of the environment variable INRO_FX_KERNELS, beside "off"
 DTYPES = ("float32", "bfloat16", "float16")    # in the order of kernels.h
 OPERATORS = ("linear", "linear_dynamic", "linear_static", "embedding", "dequantize")
+CONVOLUTIONS = {"conv": 2, "conv_dynamic": 1, "conv_static": 0}            # levels of 7 bits that x is quantized to; 0: of a fixed format
 
 CELLS = ("lstm", "gru", "tanh", "relu")        # in the order of recurrent.c
 
@@ -94,6 +95,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if missing:
         return None, f"torch {torch.__version__} has no {missing[0].partition('|')[0]}"
     library.inro_covers.argtypes = (_I, _I, _L, _L, _L, _L, _P)
+    library.inro_covers_conv.argtypes = (_I, _L, _L, _L, _I, ctypes.c_double, _P)
     if setting in SETTINGS:
         library.inro_limit_level(SETTINGS[setting])
     return library, ""
@@ -119,12 +121,15 @@ def best_level() -> int:
     return -1 if _library is None else _library.inro_level()
 
 
-def refuse(op: str, dtype: str, bits: int, group: int, columns: int, rows: int) -> str | None:
-    """Why no C kernel runs the case, or None. The limits stand in operators.c, where they are used."""
+def refuse(op: str, dtype: str, bits: int, group: int, columns: int, rows: int, density: float) -> str | None:
+    """Why no C kernel runs the case, or None. The limits stand in operators.c and conv_operators.c, where they are used."""
     if _library is None:
         return unavailable
     number, why = DTYPES.index(dtype) if dtype in DTYPES else -1, ctypes.c_char_p()
-    _library.inro_covers(OPERATORS.index(op), number, bits, group, columns, rows, ctypes.byref(why))
+    if op in CONVOLUTIONS:
+        _library.inro_covers_conv(number, bits, group, columns, CONVOLUTIONS[op], density, ctypes.byref(why))
+    else:
+        _library.inro_covers(OPERATORS.index(op), number, bits, group, columns, rows, ctypes.byref(why))
     return why.value.decode() if why.value else None
 
 

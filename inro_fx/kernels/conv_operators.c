@@ -2,7 +2,19 @@
 
 #include "operators.h"
 
-enum { MOST_COLUMNS = 65536 };                         /* 255 * 127 * 65536 < 2^31 */
+/* Does a kernel run a convolution? `levels` of x: 0 where they are fixed; `each`: products for each number that is read or written.
+   Without that many, floats are as fast, and without VNNI integers of two levels are not faster. */
+int inro_covers_conv(int dtype, int64_t bits, int64_t group, int64_t columns, int levels, double each, const char **why) {
+    const int level = inro_level();
+    *why = dtype != FLOAT32 ? "numbers that are not float32"
+        : bits != 8 || (group && group < columns) ? "codes of less than 8 bits or with groups"
+        : columns < 1 || columns > 65536 ? "not 1 to 65536 columns: 255 * 127 * 65536 < 2^31"
+        : levels && level < AVX2 ? "without AVX2 torch was faster"
+        : levels == 2 && level < VNNI ? "activations of 15 bits without VNNI: torch was faster"
+        : levels && each < (level >= VNNI ? 32 : 256) ? "it reads and writes about as much as it computes: torch was faster"
+        : NULL;
+    return !*why;
+}
 
 /* The integers of a list, into the last of three places, and how many there are; the others are `otherwise`. */
 static int three_of(word list, int64_t to[3], int64_t otherwise) {
@@ -39,6 +51,8 @@ static int channels_last(const tensor *t) {
     return t->sizes[0] == 1 || t->strides[0] == step;
 }
 
+static int64_t columns_of(const convolution *l) { return l->kernel[0] * l->kernel[1] * l->kernel[2] * (l->in / l->groups); }
+
 /* x, codes, scale and bias: does a kernel read them? It takes x as it lies, or a copy that it puts on the stack. */
 static int operands(word *stack, word bias, int dims, convolution *to, const int64_t output_padding[3], int codes_may_be) {
     tensor x = tensor_of(stack[0]);
@@ -49,8 +63,7 @@ static int operands(word *stack, word bias, int dims, convolution *to, const int
     to->n = x.sizes[0];
     to->in = x.sizes[1];
     to->out = codes.sizes[0];
-    const int64_t columns = to->kernel[0] * to->kernel[1] * to->kernel[2] * (to->in / to->groups);
-    if (to->in % to->groups || to->out % to->groups || !to->n || columns != codes.sizes[1] || !columns || columns > MOST_COLUMNS
+    if (to->in % to->groups || to->out % to->groups || !to->n || columns_of(to) != codes.sizes[1]
         || (numel(&scale) != 1 && numel(&scale) != to->out)
         || (bias && (b.dim != 1 || b.sizes[0] != to->out || b.dtype != dtypes[FLOAT32] || !contiguous(&b)))) return 0;
     for (int d = 0; d < 3; d++) {
@@ -80,13 +93,12 @@ static int operands(word *stack, word bias, int dims, convolution *to, const int
     return 1;
 }
 
-/* Where integers pay, as measured: products for each number that is read or written. Fewer bits of level, more of them. */
-static int pays(const convolution *l) {
+/* Products for each number that is read or written. */
+static double density(const convolution *l) {
     const double results = (double)l->result[0] * l->result[1] * l->result[2], inputs = (double)l->size[0] * l->size[1] * l->size[2];
     const double taps = (double)l->kernel[0] * l->kernel[1] * l->kernel[2];
     const double products = (l->transposed ? inputs : results) * l->out * (l->in / l->groups) * taps;
-    const double each = products / (inputs * l->in + results * l->out);
-    return l->level >= VNNI ? each >= 32 : l->level >= AVX2 && l->levels == 1 && each >= 256;
+    return products / (inputs * l->in + results * l->out);
 }
 
 static handle images(const convolution *l, int dims, int32_t dtype, void **data) {
@@ -110,13 +122,14 @@ void op_conv(word *stack, uint64_t inputs, uint64_t outputs) {
     (void)inputs, (void)outputs;
     convolution l = {0};
     int64_t output_padding[3];
-    const int dims = geometry(stack + 4, &l, output_padding), eight = stack[12] == 8 && stack[13] == 0;
+    const int dims = geometry(stack + 4, &l, output_padding);
+    const char *why;
     l.levels = stack[11] ? 1 : 2;
-    if (!dims || !eight || !operands(stack, stack[3], dims, &l, output_padding, 0)) { call_reference("inro_fx::conv", stack); return; }
+    if (!dims || !operands(stack, stack[3], dims, &l, output_padding, 0)) { call_reference("inro_fx::conv", stack); return; }
     void *data = NULL;
     handle y = NULL;
     int outcome = 1;
-    if (pays(&l)) {
+    if (inro_covers_conv(FLOAT32, (int64_t)stack[12], (int64_t)stack[13], columns_of(&l), l.levels, density(&l), &why)) {
         l.y_form = l.x_form;
         y = images(&l, dims, dtypes[FLOAT32], &data);
         if (!y) fail("no memory for the results of a convolution");
@@ -154,7 +167,9 @@ void op_conv_static(word *stack, uint64_t inputs, uint64_t outputs) {
     l.low = (float)low;
     l.high = (float)high;
     const int dims = geometry(stack + 11, &l, output_padding), adds = stack[6] != 0, codes = stack[9] != 0;
-    int covered = dims && (codes || (int32_t)stack[22] == dtypes[FLOAT32]) && operands(stack, stack[5], dims, &l, output_padding, 1) && format_of(stack[3], stack[4], &l.input)
+    const char *why;
+    int covered = dims && (codes || (int32_t)stack[22] == dtypes[FLOAT32]) && operands(stack, stack[5], dims, &l, output_padding, 1)
+        && inro_covers_conv(FLOAT32, 8, 0, columns_of(&l), 0, 0, &why) && format_of(stack[3], stack[4], &l.input)
         && (!codes || (stack[10] && format_of(optional(stack[9]), optional(stack[10]), &l.output)));
     if (covered && adds) {
         const tensor r = tensor_of(optional(stack[6]));

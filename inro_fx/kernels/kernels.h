@@ -123,6 +123,7 @@ void dots(const float *x, int64_t stride, int m, const int8_t *codes, int64_t in
 
 /* operators.c */
 int inro_covers(int op, int dtype, int64_t bits, int64_t group, int64_t columns, int64_t rows, const char **why);
+int inro_covers_conv(int dtype, int64_t bits, int64_t group, int64_t columns, int levels, double each, const char **why);
 int inro_register(void *const *addresses);
 
 #endif

@@ -22,7 +22,7 @@ from ..solve.plan import Weight
 from .driver import Match, Rule
 from .uses import call_of, constant_chain, finds, fused, operator_of, parts_of, used, whole
 
-__all__ = ["CONVOLUTIONS", "Geometry", "geometry_of"]
+__all__ = ["CONVOLUTIONS", "Geometry", "density_of", "geometry_of"]
 
 LEAST = 32                # products for each number that is read or written, from which integers were faster (docs/benchmarks.md)
 
@@ -72,6 +72,16 @@ def geometry_of(node: fx.Node, weight: Weight) -> Geometry | str:
     return Geometry(kernel, stride, each, output_padding, dilation, groups, transposed)
 
 
+def density_of(node: fx.Node, weight: Weight) -> float:
+    """Products for each number that a convolution reads or writes, at the sizes of the example; 0 where those are unknown."""
+    transposed = weight.layout.channels[0] != 0 or len(weight.layout.channels) > 1
+    x, y = shape_of(node.all_input_nodes[0]), shape_of(node)
+    if not x or not y:
+        return 0.0
+    products = math.prod((x if transposed else y)[2:]) * weight.layout.rows * weight.layout.columns
+    return products / max(1, math.prod(x[1:]) + math.prod(y[1:]))
+
+
 def _refuse(match: Match, context: Context) -> str | None:
     node = match.root
     use, weight = used(node, context)
@@ -92,10 +102,7 @@ def _refuse(match: Match, context: Context) -> str | None:
         return geometry
     if x is None or len(x) != len(shape):
         return "one sample without a dimension for the batch"
-    y = shape_of(node)
-    assert y is not None
-    products = math.prod(x[2:] if geometry.transposed else y[2:]) * weight.layout.rows * weight.layout.columns
-    if activation_of_scheme(weight.scheme) != "static" and products < LEAST * (math.prod(x[1:]) + math.prod(y[1:])):
+    if activation_of_scheme(weight.scheme) != "static" and density_of(node, weight) < LEAST:
         return "it reads and writes about as much as it computes: floats are as fast"
     return None
 
