@@ -16,8 +16,8 @@ from torch import Tensor
 
 __all__ = ["CELLS", "LEVELS", "best_level", "convolve", "linear_int8", "recurrent_steps", "refuse", "register", "unavailable"]
 
-LEVELS = ("portable C", "C with AVX2", "C with AVX-512 VNNI")
-SETTINGS = {"portable": 0, "avx2": 1}          # of the environment variable INRO_FX_KERNELS, beside "off"
+LEVELS = ("portable C", "C with AVX2", "C with AVX-512 VNNI", "C with AMX")
+SETTINGS = {"portable": 0, "avx2": 1, "vnni": 2}          # of the environment variable INRO_FX_KERNELS, beside "off"
 DTYPES = ("float32", "bfloat16", "float16")    # in the order of kernels.h
 OPERATORS = ("linear", "linear_dynamic", "linear_static", "embedding", "dequantize")
 CONVOLUTIONS = {"conv": 2, "conv_dynamic": 1, "conv_static": 0}            # levels of 7 bits that x is quantized to; 0: of a fixed format

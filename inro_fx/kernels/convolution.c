@@ -51,6 +51,12 @@ static int tap_at(const convolution *l, int d, int64_t part, int64_t k, int64_t 
     return 1;
 }
 
+/* Codes of a run: taps in a row lie side by side where no channels of other groups stand between them. */
+static int64_t length_of(const convolution *l) {
+    const int joined = !l->transposed && l->groups == 1 && l->dilation[2] == 1;
+    return l->in / l->groups * (joined ? l->kernel[2] : 1);
+}
+
 static void make_phase(job *j, int64_t number, run *runs) {
     const convolution *l = j->l;
     phase *p = j->phases + number;
@@ -63,10 +69,9 @@ static void make_phase(job *j, int64_t number, run *runs) {
         p->stride[d] = l->transposed ? 1 : l->stride[d];
         p->count[d] = (l->result[d] - part[d] + p->step[d] - 1) / p->step[d];
     }
-    /* taps in a row lie side by side where no channels of other groups stand between them */
-    const int joined = !l->transposed && l->groups == 1 && l->dilation[2] == 1;
     p->runs = runs;
-    p->length = joined ? l->kernel[2] * here : here;
+    p->length = length_of(l);
+    const int joined = p->length != here;
     for (int64_t a = 0; a < l->kernel[0]; a++)
         for (int64_t b = 0; b < l->kernel[1]; b++)
             for (int64_t c = 0; c < (joined ? 1 : l->kernel[2]); c++)
@@ -78,7 +83,8 @@ static void make_phase(job *j, int64_t number, run *runs) {
         && p->stride[0] * p->stride[1] * p->stride[2] == 1;
     p->lines = flat ? 1 : p->count[0] * p->count[1];
     p->pixels = flat ? pixels_of(p->count) : p->count[2];
-    p->pieces = (p->pixels + PIECE - 1) / PIECE;
+    const int64_t most = j->way ? j->way->piece : PIECE;
+    p->pieces = (p->pixels + most - 1) / most;
     j->units += p->lines * p->pieces;
 }
 
@@ -102,13 +108,15 @@ static void measure_frame(job *j) {
 
 static const product *way_of(const convolution *l, int level) {
     const int64_t out = l->out / l->groups;
-    (void)out;
     if (l->in == l->groups && l->out == l->groups && !l->transposed) return NULL;
 #ifdef X86
+#ifdef AMX_HERE
+    if (level >= AMX && fills_tiles(length_of(l))) return &tiles_amx;
+#endif
     if (level >= VNNI) return out <= 16 ? &narrow_vnni : &wide_vnni;
     if (level >= AVX2) return l->levels == 2 ? &levels_avx2 : &product_avx2;
 #endif
-    (void)level;
+    (void)level, (void)out;
     return &product_portable;
 }
 
@@ -122,10 +130,8 @@ static int make_plan(job *j) {
     j->zero = l->fixed ? l->input.zero : j->f.wide ? 0 : 128;
     j->f.zero = j->zero;
     j->number = l->transposed ? pixels_of(l->stride) : 1;
-    const int64_t words = j->way && j->level >= VNNI ? 4 : 1;
-    const int64_t length = l->groups == 1 && !l->transposed && l->dilation[2] == 1 ? l->kernel[2] * l->in : l->in / l->groups;
     measure_frame(j);
-    j->framed |= l->x_form != CODES || j->f.wide || !j->way || length % words != 0;
+    j->framed |= l->x_form != CODES || j->f.wide || !j->way || length_of(l) % j->way->reads(length_of(l)) != 0;
     j->each = j->way ? (l->out / l->groups + j->columns - 1) / j->columns : 0;
     j->panels = j->way ? l->groups * j->each : (l->out + WIDEST - 1) / WIDEST;
     j->phases = calloc((size_t)j->number, sizeof *j->phases);
@@ -201,8 +207,8 @@ static void compute(const job *j, const phase *p, int64_t unit, int64_t panel, i
         const int64_t tiles = (pixels + j->way->most - 1) / j->way->most;
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t first = share(pixels, (int)t, (int)tiles), rows = share(pixels, (int)t + 1, (int)tiles) - first;
-            j->way->tiles[rows](at + first * step * size, step, p->runs, p->number, p->length, packed, start,
-                                sums[level] + first * j->columns);
+            j->way->multiply(at + first * step * size, step, p->runs, p->number, p->length, packed, start, sums[level] + first * j->columns,
+                             (int)rows);
         }
     }
     float by[WIDEST], plus[WIDEST];
@@ -282,6 +288,7 @@ int inro_convolution(const convolution *l) {
             else compute_some(&j, share(j.units, part, parts), share(j.units, part + 1, parts), 0, j.panels, n, scales[n]);
             #pragma omp barrier
         }
+        if (!failed && j.way && j.way->leave) j.way->leave();
     }
     free(scales);
     free(j.phases);

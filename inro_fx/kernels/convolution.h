@@ -5,7 +5,7 @@
 
 #include "linear.h"
 
-enum { PIECE = 48, ROWS = 12, WIDEST = 64 };           /* pixels of a piece and of a tile at most; columns of a panel at most */
+enum { PIECE = 64, WIDEST = 64 };                      /* pixels of a piece, and columns of a panel, at most */
 
 /* Where in x, from the first tap of a pixel on, and where in a row of the weight some taps lie side by side. */
 typedef struct { int64_t at, from; } run;
@@ -17,16 +17,17 @@ typedef struct {
     int wide, zero;                                    /* int16? what stands for 0 */
 } frame;
 
-/* How the products of a tile are computed: `pixels` of up to `most` of them `step` elements apart against a panel of columns. */
-typedef void (*tile)(const void *x, int64_t step, const run *runs, int64_t count, int64_t length, const void *packed, const int32_t *start,
-                     int32_t *to);
+/* How the products of up to `most` pixels, `step` elements apart, and a panel of columns are computed: into to [pixels][columns]. */
 typedef struct {
-    int columns, most, wide;                           /* wide: x are int16 */
-    const tile *tiles;                                 /* by the number of pixels */
+    int columns, most, piece, wide;                    /* piece: pixels whose results are finished together; wide: x are int16 */
+    int64_t (*reads)(int64_t length);                  /* a run is read in steps of so many elements */
+    void (*multiply)(const void *x, int64_t step, const run *runs, int64_t count, int64_t length, const void *packed, const int32_t *start,
+                     int32_t *to, int pixels);
     /* bytes of a panel of runs of this length; what x of zero adds to the sums, taken off at the start of them */
     int64_t (*bytes)(int64_t count, int64_t length);
     void (*pack)(const int8_t *codes, int64_t apart, int width, const run *runs, int64_t count, int64_t length, int zero, void *packed,
                  int32_t *start);
+    void (*leave)(void);                               /* called when a thread has done its part, or NULL */
 } product;
 
 /* A piece of a line of results: pixels `first`, `first + step`, ... of sample n, and channels from `channel` on. */
@@ -48,6 +49,10 @@ int fill_frame(const convolution *l, int64_t n, float by, const frame *to, int64
 extern const product product_portable;
 #ifdef X86
 extern const product narrow_vnni, wide_vnni, product_avx2, levels_avx2;
+#endif
+#ifdef AMX_HERE
+extern const product tiles_amx;                        /* product_amx.c */
+int fills_tiles(int64_t length);
 #endif
 void depthwise(const void *x, int64_t step, int pixels, const run *runs, int64_t count, const void *packed, const int32_t *start, int32_t *to,
                int level);

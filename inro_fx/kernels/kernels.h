@@ -13,9 +13,12 @@
 #if defined(__clang__) || __GNUC__ >= 10
 #define TARGET_BFLOAT16 TARGET_VNNI ",avx512bf16"
 #endif
+#if defined(__linux__) && !defined(__clang__) && __GNUC__ >= 11
+#define AMX_HERE 1                                     /* whose registers the system must be asked for */
+#endif
 #endif
 
-enum { PORTABLE = 0, AVX2 = 1, VNNI = 2 };             /* levels of instructions */
+enum { PORTABLE = 0, AVX2 = 1, VNNI = 2, AMX = 3 };    /* levels of instructions, each with all of those before */
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };       /* dtypes of activations and results */
 
 /* numbers.c */

@@ -19,7 +19,7 @@
 #include <omp.h>
 #endif
 
-enum { MANY = 6, MANY_AVX2 = 6, MANY_BFLOAT16 = 96 };  /* rows from which transposing the weights pays */
+enum { MANY = 6, MANY_AVX2 = 6, MANY_BFLOAT16 = 96, MANY_AMX = 8 };        /* rows from which transposing the weights pays */
 enum { CHUNK_BYTES = 1 << 20 };                        /* of integers, which stay in the second-level cache */
 
 typedef struct {
@@ -45,7 +45,7 @@ static void block_portable(const int8_t *x, int64_t padded, int m, const int8_t 
 
 static void multiply_portable(const panel *p) { multiply_blocks(p, block_portable); }
 
-static const way blocks_portable = {NR, BYTES, 0, NULL, multiply_portable};
+static const way blocks_portable = {NR, BYTES, 0, NULL, multiply_portable, NULL};
 
 /* By all rows of x and not by those of a chunk: results must not depend on the number of threads. */
 static const way *way_of(const layer *l, int level) {
@@ -54,6 +54,9 @@ static const way *way_of(const layer *l, int level) {
 #ifdef TARGET_BFLOAT16
     if (l->dtype == BFLOAT16 && l->levels == 2 && l->rows >= MANY_BFLOAT16 && level >= VNNI && has_bfloat16())
         return &panels_bfloat16;
+#endif
+#ifdef AMX_HERE
+    if (level >= AMX && !l->group && l->rows * l->levels >= MANY_AMX) return &panels_amx;
 #endif
     if (level >= VNNI) return l->group ? &groups_vnni : panels || l->rows * l->levels >= MANY ? &panels_vnni : &blocks_vnni;
     if (level >= AVX2) {
@@ -250,6 +253,7 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
     }
     const int64_t end = last * columns < l->out ? last * columns : l->out;
     if (lifted) unlift(j, here, first * columns, end, with->undo, y);
+    if (j->way->leave) j->way->leave();
     const int done = wide_rows(j, start, here, first * columns, end, with, y, line);
     give_back_panel(&own);
     return done;

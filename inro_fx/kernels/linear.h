@@ -43,6 +43,7 @@ typedef struct {
     int bytes;                                         /* of `packed` for each number of a column */
     void (*pack)(const panel *);                       /* NULL: the codes are multiplied as they lie */
     void (*multiply)(const panel *);
+    void (*leave)(void);                               /* called when a thread has done its part, or NULL */
 } way;
 
 #pragma GCC visibility push(hidden)
@@ -51,6 +52,9 @@ extern const way blocks_avx2, panels_avx2, groups_avx2;                 /* produ
 extern const way blocks_vnni, panels_vnni, groups_vnni;                 /* product_vnni.c */
 #ifdef TARGET_BFLOAT16
 extern const way panels_bfloat16;                                       /* product_bfloat16.c */
+#endif
+#ifdef AMX_HERE
+extern const way panels_amx;                                            /* product_amx.c */
 #endif
 #endif
 #pragma GCC visibility pop

@@ -1,6 +1,6 @@
 /* What this CPU can do, how many threads pay, numbers of half precision, packed codes, and the sizes of rows. */
 
-#define _DEFAULT_SOURCE                                /* madvise */
+#define _DEFAULT_SOURCE                                /* madvise, syscall */
 
 #include "kernels.h"
 
@@ -12,12 +12,28 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #endif
+#ifdef AMX_HERE
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 static int in_child = 0;                               /* OpenMP's threads do not survive a fork: the child works alone */
 #if defined(__unix__) || defined(__APPLE__)
 static void after_fork(void) { in_child = 1; }
 #endif
-static int highest = VNNI;
+static int highest = AMX;
+
+/* Does this CPU multiply tiles of bytes, and does the system let this process do it? */
+static int has_amx(void) {
+#ifdef AMX_HERE
+    enum { TILES = 1 << 24, BYTES_IN_TILES = 1 << 25, ASK_FOR = 0x1023, TILE_DATA = 18 };      /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & TILES) && (d & BYTES_IN_TILES) && !syscall(SYS_arch_prctl, ASK_FOR, TILE_DATA);
+#else
+    return 0;
+#endif
+}
 
 int inro_level(void) {
     static int level = -1;
@@ -30,6 +46,7 @@ int inro_level(void) {
         __builtin_cpu_init();
         if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found = AVX2;     /* such CPUs have f16c, too */
         if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) found = VNNI;
+        if (found == VNNI && has_amx()) found = AMX;
 #endif
         level = found;
     }
@@ -52,7 +69,7 @@ void inro_limit_level(int level) { highest = level; }
 
 /* Threads that pay for so many products of bytes. Starting and joining a team takes microseconds, more where cores share no cache. */
 int inro_threads(int wanted, double products) {
-    static const double cost[] = {16.0, 2.0, 1.0};     /* of a product at each level */
+    static const double cost[] = {16.0, 2.0, 1.0, 0.5};                /* of a product at each level */
     return in_child || products * cost[inro_level()] < 400000.0 || wanted < 1 ? 1 : wanted;
 }
 

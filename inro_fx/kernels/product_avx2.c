@@ -53,7 +53,7 @@ static void block(const int8_t *x, int64_t padded, int m, const int8_t *const *w
 
 static void multiply_few(const panel *p) { multiply_blocks(p, block); }
 
-const way blocks_avx2 = {NR, BYTES, 0, NULL, multiply_few};
+const way blocks_avx2 = {NR, BYTES, 0, NULL, multiply_few, NULL};
 
 /* ---- many rows: 16 columns of codes as int16, transposed to [in / 2][16][2], against 6 rows of x as int16 ----
    The activations need no second level here: 15 bits fit, and their sums fit int32 for SAFE columns at a time. */
@@ -130,7 +130,7 @@ static void multiply_many(const panel *p) {
     for (; r < p->rows; r++) panel1(*p, r);
 }
 
-const way panels_avx2 = {16, WORDS, 32, transpose, multiply_many};
+const way panels_avx2 = {16, WORDS, 32, transpose, multiply_many, NULL};
 
 /* ---- the same with a scale for each group of columns, SAFE of them at most ---- */
 
@@ -164,5 +164,5 @@ static void multiply_groups(const panel *p) {
     for (; r < p->rows; r++) grouped1(*p, r);
 }
 
-const way groups_avx2 = {16, WORDS, 32, transpose, multiply_groups};
+const way groups_avx2 = {16, WORDS, 32, transpose, multiply_groups, NULL};
 #endif

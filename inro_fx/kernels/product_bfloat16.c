@@ -75,5 +75,5 @@ static void multiply(const panel *p) {
     for (; r < p->rows; r++) panel1(*p, r);
 }
 
-const way panels_bfloat16 = {32, AS_IT_IS, 64, pack, multiply};
+const way panels_bfloat16 = {32, AS_IT_IS, 64, pack, multiply, NULL};
 #endif

@@ -61,7 +61,7 @@ static void block(const int8_t *x, int64_t padded, int m, const int8_t *const *w
 
 static void multiply_few(const panel *p) { multiply_blocks(p, block); }
 
-const way blocks_vnni = {NR, BYTES, 0, NULL, multiply_few};
+const way blocks_vnni = {NR, BYTES, 0, NULL, multiply_few, NULL};
 
 /* ---- many rows: 32 columns of codes, transposed to [in / 4][32][4], against 12 rows of q ---- */
 
@@ -144,7 +144,7 @@ static void multiply_many(const panel *p) {
     for (; r < all; r++) panel1(*p, r);
 }
 
-const way panels_vnni = {32, BYTES, 32, pack, multiply_many};
+const way panels_vnni = {32, BYTES, 32, pack, multiply_many, NULL};
 
 /* ---- the same with a scale for each group of columns, `group` a multiple of four, and two levels ----
    Here x + 128 is the unsigned side, and -128 * sum(w) of a group is what its sums start from. */
@@ -222,5 +222,5 @@ static void multiply_groups(const panel *p) {
     for (; r < p->rows; r++) grouped1(*p, r);
 }
 
-const way groups_vnni = {32, UNSIGNED, 32, pack_groups, multiply_groups};
+const way groups_vnni = {32, UNSIGNED, 32, pack_groups, multiply_groups, NULL};
 #endif

@@ -26,9 +26,19 @@ static void pack_portable(const int8_t *codes, int64_t apart, int width, const r
             for (int c = 0; c < COLUMNS; c++) *to++ = c < width ? codes[c * apart + runs[i].from + k] : 0;
 }
 
-static void tile_portable(const void *x, int64_t step, const run *runs, int64_t count, int64_t length, const void *packed,
-                          const int32_t *start, int32_t *to) {
-    (void)step;
+typedef void (*tile)(const void *x, int64_t step, const run *runs, int64_t count, int64_t length, const void *packed, const int32_t *start,
+                     int32_t *to);
+#define MULTIPLY(kind) \
+static void multiply_##kind(const void *x, int64_t step, const run *runs, int64_t count, int64_t length, const void *packed, \
+                            const int32_t *start, int32_t *to, int pixels) { \
+    tiles_##kind[pixels](x, step, runs, count, length, packed, start, to); \
+}
+
+static int64_t one(int64_t length) { (void)length; return 1; }
+
+static void multiply_portable(const void *x, int64_t step, const run *runs, int64_t count, int64_t length, const void *packed,
+                              const int32_t *start, int32_t *to, int pixels) {
+    (void)step, (void)pixels;
     const int8_t *w = packed;
     int32_t sums[COLUMNS];
     memcpy(sums, start, sizeof sums);
@@ -40,8 +50,7 @@ static void tile_portable(const void *x, int64_t step, const run *runs, int64_t 
     memcpy(to, sums, sizeof sums);
 }
 
-static const tile tiles_portable[] = {NULL, tile_portable};
-const product product_portable = {COLUMNS, 1, 0, tiles_portable, bytes_portable, pack_portable};
+const product product_portable = {COLUMNS, 1, 48, 0, one, multiply_portable, bytes_portable, pack_portable, NULL};
 
 #ifdef X86
 /* ---- AVX-512 VNNI: packed are [runs][length / 4][columns][4] codes ---- */
@@ -141,8 +150,11 @@ static void tile##M##_wide(const void *x, int64_t step, const run *runs, int64_t
 EACH(TILE_WIDE, wide)
 
 static const tile tiles_narrow[] = {NULL, EACH(NAMES, narrow)}, tiles_wide[] = {NULL, EACH(NAMES, wide)};
-const product narrow_vnni = {16, 12, 0, tiles_narrow, bytes_narrow, pack_narrow};
-const product wide_vnni = {32, 12, 0, tiles_wide, bytes_wide, pack_wide};
+MULTIPLY(narrow)
+MULTIPLY(wide)
+static int64_t four(int64_t length) { (void)length; return 4; }
+const product narrow_vnni = {16, 12, 48, 0, four, multiply_narrow, bytes_narrow, pack_narrow, NULL};
+const product wide_vnni = {32, 12, 48, 0, four, multiply_wide, bytes_wide, pack_wide, NULL};
 
 /* ---- AVX2: x are int16, and packed are [runs][length / 2][16][2] words ---- */
 
@@ -195,7 +207,8 @@ static void tile##M##_avx2(const void *x, int64_t apart, const run *runs, int64_
 TILE_AVX2(1) TILE_AVX2(2) TILE_AVX2(3) TILE_AVX2(4) TILE_AVX2(5) TILE_AVX2(6)
 
 static const tile tiles_avx2[] = {NULL, tile1_avx2, tile2_avx2, tile3_avx2, tile4_avx2, tile5_avx2, tile6_avx2};
-const product product_avx2 = {COLUMNS, 6, 1, tiles_avx2, bytes_avx2, pack_avx2};
+MULTIPLY(avx2)
+const product product_avx2 = {COLUMNS, 6, 48, 1, one, multiply_avx2, bytes_avx2, pack_avx2, NULL};
 
 /* Two levels as one number of 15 bits: sums of more than SAFE columns do not fit int32, and go on as floats. */
 #define START_LEVELS(i) __m256i a##i = _mm256_setzero_si256(), b##i = a##i;
@@ -230,7 +243,8 @@ static void tile##M##_levels(const void *x, int64_t apart, const run *runs, int6
 TILE_LEVELS(1) TILE_LEVELS(2) TILE_LEVELS(3) TILE_LEVELS(4) TILE_LEVELS(5) TILE_LEVELS(6)
 
 static const tile tiles_levels[] = {NULL, tile1_levels, tile2_levels, tile3_levels, tile4_levels, tile5_levels, tile6_levels};
-const product levels_avx2 = {COLUMNS, 6, 1, tiles_levels, bytes_avx2, pack_avx2};
+MULTIPLY(levels)
+const product levels_avx2 = {COLUMNS, 6, 48, 1, one, multiply_levels, bytes_avx2, pack_avx2, NULL};
 #endif
 
 /* ---- depthwise: WIDEST channels of a pixel at once; `packed` are [taps][WIDEST] codes as words, or on VNNI [taps / 4][WIDEST][4] ---- */
