@@ -228,15 +228,18 @@ static void compute(const job *j, const phase *p, int64_t unit, int64_t panel, i
     finish(l, &result, j->level);
 }
 
-/* Units from `first` to `last` (in the order of phases) of panels from `from` to `to`: as many units at a time as stay near. */
-static void compute_some(const job *j, int64_t first, int64_t last, int64_t from, int64_t to, int64_t n, float s) {
+/* Units from `first` to `last` (in the order of phases) of panels from `from` to `to`: as many units at a time as stay near. With `packs`
+   a panel is packed where it is used first, so that it is still near. */
+static void compute_some(const job *j, int64_t first, int64_t last, int64_t from, int64_t to, int64_t n, float s, int packs) {
     for (int64_t i = 0; i < j->number; i++) {
         const phase *p = j->phases + i;
         const int64_t all = p->lines * p->pieces, end = least(last, all);
         const int64_t bytes = p->pixels / most(p->pieces, 1) * p->stride[2] * p->stride[1] * j->l->in, some = most(1, NEAR / most(bytes, 1));
         for (int64_t u = most(first, 0); u < end; u += some)
-            for (int64_t panel = from; panel < to; panel++)
+            for (int64_t panel = from; panel < to; panel++) {
+                if (packs && u == most(first, 0)) pack(j, i * j->panels + panel);
                 for (int64_t v = u; v < least(end, u + some); v++) compute(j, p, v, panel, n, s);
+            }
         first -= all;
         last -= all;
     }
@@ -259,6 +262,7 @@ int inro_convolution(const convolution *l) {
     float *scales = aligned((size_t)l->n * sizeof(float));
     int failed = !scales || !make_plan(&j), floats = 0;
     const double products = (double)l->n * pixels_of(l->result) * l->out * (l->in / l->groups) * pixels_of(l->kernel);
+    const int64_t weights = l->out * (l->in / l->groups) * pixels_of(l->kernel), images = j.f.plane * (j.f.wide ? 2 : l->levels);
     const int threads = failed ? 1 : inro_threads(l->threads, products / (l->transposed ? pixels_of(l->stride) : 1) * l->levels);
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -270,22 +274,23 @@ int inro_convolution(const convolution *l) {
         const int64_t rows = j.f.size[0] * j.f.size[1], packs = failed ? 0 : j.number * j.panels;
         int mine = 0;
         for (int64_t n = share(l->n, part, parts); n < share(l->n, part + 1, parts) && !failed; n++) mine |= scale_of(l, n, scales + n);
-        for (int64_t i = share(packs, part, parts); i < share(packs, part + 1, parts); i++) pack(&j, i);
+        /* large weights beside small images: each thread has panels of its own, else pieces */
+        const int by_panels = parts == 1 || (j.panels >= parts && (j.units < 4 * parts || weights > images));
+        if (!by_panels)
+            for (int64_t i = share(packs, part, parts); i < share(packs, part + 1, parts); i++) pack(&j, i);
         if (mine) {
             #pragma omp atomic write
             floats = 1;
         }
         #pragma omp barrier
-        /* few pieces, many panels: the threads share the panels */
-        const int by_panels = j.units < 4 * parts && j.panels >= parts;
         for (int64_t n = 0; n < l->n && !failed && !floats; n++) {
             if (j.framed && fill_frame(l, n, 1.0f / scales[n], &j.f, share(rows, part, parts), share(rows, part + 1, parts), j.level)) {
                 #pragma omp atomic write
                 floats = 1;
             }
             #pragma omp barrier
-            if (by_panels) compute_some(&j, 0, j.units, share(j.panels, part, parts), share(j.panels, part + 1, parts), n, scales[n]);
-            else compute_some(&j, share(j.units, part, parts), share(j.units, part + 1, parts), 0, j.panels, n, scales[n]);
+            if (by_panels) compute_some(&j, 0, j.units, share(j.panels, part, parts), share(j.panels, part + 1, parts), n, scales[n], n == 0);
+            else compute_some(&j, share(j.units, part, parts), share(j.units, part + 1, parts), 0, j.panels, n, scales[n], 0);
             #pragma omp barrier
         }
         if (!failed && j.way && j.way->leave) j.way->leave();

@@ -72,49 +72,59 @@ static void finish_avx2(const convolution *l, const piece *p, float *values) { F
 __attribute__((target(TARGET_VNNI ",prefer-vector-width=512")))
 static void activate_vnni(const convolution *l, float *values, int n) { activate(l, values, n); }
 
-/* Sixteen numbers as codes, the first `width` of them. */
+/* Sixteen numbers as codes, those in the mask. */
 __attribute__((target(TARGET_VNNI), always_inline))
-static inline void codes_vnni(__m512 v, __m512 by, __m512i z, uint8_t *to, int width) {
+static inline void codes_vnni(__m512 v, __m512 by, __m512i z, uint8_t *to, __mmask16 some) {
     const __m512i whole = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_mul_ps(v, by), _mm512_set1_ps(512.0f)));       /* beyond, too many for int32 */
-    const __m128i q = _mm512_cvtusepi32_epi8(_mm512_max_epi32(_mm512_add_epi32(whole, z), _mm512_set1_epi32(1)));
-    if (width >= 16) { _mm_storeu_si128((__m128i *)to, q); return; }
-    uint8_t some[16];
-    _mm_storeu_si128((__m128i *)some, q);
-    memcpy(to, some, (size_t)(width > 0 ? width : 0));
+    _mm_mask_storeu_epi8(to, some, _mm512_cvtusepi32_epi8(_mm512_max_epi32(_mm512_add_epi32(whole, z), _mm512_set1_epi32(1))));
+}
+
+/* Sixteen columns from `c` on of all pixels, into `values`, or as codes into y where those are asked for and nothing but a clamp comes
+   between. `added` (what is added, or -1) and `two` (levels) are constants where it matters: the loop is short. */
+__attribute__((target(TARGET_VNNI), always_inline))
+static inline void finish_columns(const convolution *l, const piece *p, float *values, int c, int added, int two, int codes) {
+    const int64_t at = (p->n * pixels_of(l->result) + p->first) * l->out + p->channel + c, apart = p->step * l->out;
+    const __mmask16 some = lanes_from(c, p->width);
+    const __m512 low = _mm512_set1_ps(l->activation == CLAMP ? l->low : -INFINITY), up = _mm512_set1_ps(128.0f);
+    const __m512 high = _mm512_set1_ps(l->activation == CLAMP ? l->high : INFINITY), by = _mm512_set1_ps(1.0f / l->output.scale);
+    const __m512i z = _mm512_set1_epi32(l->output.zero), less = _mm512_set1_epi32(l->added.zero);
+    const __m512 times = _mm512_loadu_ps(p->by + c), plus = _mm512_loadu_ps(p->plus + c), r_scale = _mm512_set1_ps(l->added.scale);
+    const int32_t *sums = p->high + c, *more = two ? p->low + c : NULL;
+    const float *floats = (const float *)l->residual + at;
+    const uint8_t *bytes = (const uint8_t *)l->residual + at;
+    uint8_t *to = (uint8_t *)l->y + at;
+    const int columns = p->columns, pixels = p->pixels;
+    for (int i = 0; i < pixels; i++) {
+        __m512 v = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums + i * columns));
+        if (two) v = _mm512_add_ps(_mm512_mul_ps(v, up), _mm512_cvtepi32_ps(_mm512_loadu_si512(more + i * columns)));
+        v = _mm512_add_ps(_mm512_mul_ps(v, times), plus);
+        if (added == CHANNELS_LAST) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(some, floats + i * apart));
+        if (added == CODES) {
+            const __m512i whole = _mm512_sub_epi32(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(some, bytes + i * apart)), less);
+            v = _mm512_add_ps(v, _mm512_mul_ps(_mm512_cvtepi32_ps(whole), r_scale));
+        }
+        v = _mm512_min_ps(high, _mm512_max_ps(low, v));                /* of NaN, NaN */
+        if (codes) codes_vnni(v, by, z, to + i * apart, some);
+        else _mm512_store_ps(values + i * columns + c, v);
+    }
 }
 
 __attribute__((target(TARGET_VNNI)))
 static void finish_vnni(const convolution *l, const piece *p, float *values) {
-    const int64_t all = pixels_of(l->result), pixel = (p->n * all + p->first) * l->out + p->channel, apart = p->step * l->out;
-    const int simple = l->activation <= CLAMP, codes = l->y_form == CODES;
-    const __m512 low = _mm512_set1_ps(l->activation == CLAMP ? l->low : -INFINITY), up = _mm512_set1_ps(128.0f);
-    const __m512 high = _mm512_set1_ps(l->activation == CLAMP ? l->high : INFINITY), by = _mm512_set1_ps(1.0f / l->output.scale);
-    const __m512i z = _mm512_set1_epi32(l->output.zero);
-    const __m512 added = _mm512_set1_ps(l->added.scale);
+    const int codes = l->y_form == CODES, clamps = l->activation <= CLAMP, added = l->residual ? l->r_form : -1;
     for (int c = 0; c < p->columns && c < p->width; c += 16) {
-        const __m512 times = _mm512_loadu_ps(p->by + c), plus = _mm512_loadu_ps(p->plus + c);
-        for (int i = 0; i < p->pixels; i++) {
-            const int32_t *sums = p->high + i * p->columns + c;
-            __m512 v = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums));
-            if (p->low) v = _mm512_add_ps(_mm512_mul_ps(v, up), _mm512_cvtepi32_ps(_mm512_loadu_si512(p->low + i * p->columns + c)));
-            v = _mm512_add_ps(_mm512_mul_ps(v, times), plus);
-            if (l->residual && l->r_form == CHANNELS_LAST)
-                v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(lanes_from(c, p->width), (const float *)l->residual + pixel + i * apart + c));
-            else if (l->residual) {
-                const __m128i r = _mm_maskz_loadu_epi8(lanes_from(c, p->width), (const uint8_t *)l->residual + pixel + i * apart + c);
-                const __m512i whole = _mm512_sub_epi32(_mm512_cvtepu8_epi32(r), _mm512_set1_epi32(l->added.zero));
-                v = _mm512_add_ps(v, _mm512_mul_ps(_mm512_cvtepi32_ps(whole), added));
-            }
-            if (simple) v = _mm512_min_ps(high, _mm512_max_ps(low, v));        /* of NaN, NaN */
-            if (simple && codes) codes_vnni(v, by, z, (uint8_t *)l->y + pixel + i * apart + c, p->width - c);
-            else _mm512_store_ps(values + i * p->columns + c, v);
-        }
+        if (codes && clamps && !p->low && added == -1) finish_columns(l, p, values, c, -1, 0, 1);
+        else if (codes && clamps && !p->low && added == CODES) finish_columns(l, p, values, c, CODES, 0, 1);
+        else finish_columns(l, p, values, c, added, p->low != NULL, codes && clamps);
     }
-    if (simple) return;
+    if (clamps) return;
+    const int64_t at = (p->n * pixels_of(l->result) + p->first) * l->out + p->channel, apart = p->step * l->out;
+    const __m512 by = _mm512_set1_ps(1.0f / l->output.scale);
     activate_vnni(l, values, p->pixels * p->columns);
     for (int i = 0; i < p->pixels && codes; i++)
         for (int c = 0; c < p->width; c += 16)
-            codes_vnni(_mm512_load_ps(values + i * p->columns + c), by, z, (uint8_t *)l->y + pixel + i * apart + c, p->width - c);
+            codes_vnni(_mm512_load_ps(values + i * p->columns + c), by, _mm512_set1_epi32(l->output.zero), (uint8_t *)l->y + at + i * apart + c,
+                       lanes_from(c, p->width));
 }
 
 /* Sixteen pixels of sixteen channels at once, to planes. */
