@@ -8,7 +8,7 @@
    and two integer products cost less than one of floats where the CPU multiplies bytes (VNNI).
 
    Weights stay as they are stored. For few rows of x, blocks of results read them where they lie; for many, a panel of columns is
-   transposed into a scratch that stays in cache. Here: which of these ways runs, and what each thread does of it. activations.c
+   transposed into a scratch that stays in cache, or on AMX the rows are. Here: which of these ways runs, and what each thread does of it. activations.c
    makes the integers, product_*.c multiply them, groups.c has narrower codes and dots in floats. */
 
 #include "linear.h"
@@ -19,7 +19,7 @@
 #include <omp.h>
 #endif
 
-enum { MANY = 6, MANY_AVX2 = 6, MANY_BFLOAT16 = 96, MANY_AMX = 8 };        /* rows from which transposing the weights pays */
+enum { MANY = 6, MANY_AVX2 = 6, MANY_BFLOAT16 = 96, MANY_AMX = 5 };        /* rows from which transposing the weights pays */
 enum { CHUNK_BYTES = 1 << 20 };                        /* of integers, which stay in the second-level cache */
 
 typedef struct {
@@ -56,7 +56,7 @@ static const way *way_of(const layer *l, int level) {
         return &panels_bfloat16;
 #endif
 #ifdef AMX_HERE
-    if (level >= AMX && !l->group && l->rows * l->levels >= MANY_AMX) return &panels_amx;
+    if (level >= AMX && !l->group && l->rows * l->levels >= MANY_AMX) return &rows_amx;
 #endif
     if (level >= VNNI) return l->group ? &groups_vnni : panels || l->rows * l->levels >= MANY ? &panels_vnni : &blocks_vnni;
     if (level >= AVX2) {
@@ -116,11 +116,11 @@ typedef struct {
     int32_t *start;
 } panel_memory;
 
-static int take_panel(const job *j, panel_memory *to) {
+static int take_panel(const job *j, int64_t rows, panel_memory *to) {
     const layer *l = j->l;
     const int64_t columns = j->way->columns, scales = l->group ? (l->in + l->group - 1) / l->group * columns : 0;
     memset(to, 0, sizeof *to);
-    if (j->way->pack) to->packed = aligned((size_t)(j->padded * j->way->bytes));
+    if (j->way->pack) to->packed = aligned((size_t)(j->padded * (j->way->bytes ? j->way->bytes : (rows * l->levels + 15) / 16 * 16)));
     if (l->bits < 8) to->codes = aligned((size_t)(columns * l->in));
     if (scales) to->by = aligned((size_t)scales * sizeof(float));
     if (scales) to->start = aligned((size_t)scales * sizeof(int32_t));
@@ -224,7 +224,7 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
     const int columns = j->way->columns;
     const int8_t *const codes = l->codes;
     panel_memory own;
-    if (!take_panel(j, &own)) { give_back_panel(&own); return 0; }
+    if (!take_panel(j, here, &own)) { give_back_panel(&own); return 0; }
     float by[MOST_TOGETHER], plus[MOST_TOGETHER], *const scales = l->group ? own.by : by;
     int32_t minus[MOST_TOGETHER];
     panel p = {.packed = own.packed, .start = own.start, .by = scales, .plus = plus, .minus = minus, .in = l->in, .group = l->group,
@@ -246,9 +246,9 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
             if (l->bits < 8) unpack(codes + column * j->bytes, l->in, l->bits, own.codes + i * l->in, j->level);
         }
         p.codes = l->bits < 8 ? own.codes : codes + n * l->in;
-        p.next = l->bits < 8 ? own.packed : (const char *)(codes + (n + (l->backwards ? -columns : columns)) * l->in);
+        p.next = l->bits < 8 ? (const char *)own.codes : (const char *)(codes + (n + (l->backwards ? -columns : columns)) * l->in);
         p.y = y + n;
-        if (j->way->pack) j->way->pack(&p);
+        if (j->way->pack && (j->way->bytes || i == first)) j->way->pack(&p);
         j->way->multiply(&p);
     }
     const int64_t end = last * columns < l->out ? last * columns : l->out;

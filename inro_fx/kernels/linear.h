@@ -16,7 +16,7 @@ enum { SAFE = 1024 };                                  /* 128 * 16256 * 1024 < 2
 typedef struct {
     const int8_t *codes;                               /* of the columns, [width, in] */
     const char *next;                                  /* the codes after these, which memory is asked for while these are used */
-    void *packed;                                      /* these as `pack` arranges them */
+    void *packed;                                      /* these, or the rows of x, as `pack` arranges them */
     int32_t *start;                                    /* [groups][columns]: what the sums of a group start from */
     const float *by, *plus;                            /* scales [groups][columns], biases [columns] */
     const int32_t *minus;                              /* [columns]: what the zero point of x adds to the sums */
@@ -40,8 +40,8 @@ enum {
 /* How a panel is computed. */
 typedef struct {
     int columns, form;                                 /* columns of a panel, form of the rows of x */
-    int bytes;                                         /* of `packed` for each number of a column */
-    void (*pack)(const panel *);                       /* NULL: the codes are multiplied as they lie */
+    int bytes;                                         /* of `packed` for each number of a column; 0: it holds rows of x */
+    void (*pack)(const panel *);                       /* each panel's codes, or the rows once; NULL: both are multiplied as they lie */
     void (*multiply)(const panel *);
     void (*leave)(void);                               /* called when a thread has done its part, or NULL */
 } way;
@@ -54,7 +54,7 @@ extern const way blocks_vnni, panels_vnni, groups_vnni;                 /* produ
 extern const way panels_bfloat16;                                       /* product_bfloat16.c */
 #endif
 #ifdef AMX_HERE
-extern const way panels_amx;                                            /* product_amx.c */
+extern const way rows_amx;                                              /* product_amx.c */
 #endif
 #endif
 #pragma GCC visibility pop

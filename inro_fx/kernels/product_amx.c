@@ -33,66 +33,89 @@ static void leave(void) {
     set = 0;
 }
 
-/* ---- linear layers: 32 columns, packed as [in / 64][2][16][16][4], against rows of q ---- */
+/* ---- linear layers: codes as they lie, 32 columns, against rows of q packed as [rows / 16][in / 64][16][16][4] ----
+   There are mostly fewer rows than columns, and they are packed once for all columns. */
 
 __attribute__((target(TARGET_VNNI)))
 static void pack(const panel *p) {
-    for (int64_t k = 0; k < p->in; k += CODES_OF_TILE)
-        for (int half = 0; half < 2; half++) {
+    const int64_t all = p->rows * p->levels;           /* rows of q */
+    char *to = p->packed;
+    for (int64_t r = 0; r < all; r += TILE)
+        for (int64_t k = 0; k < p->in; k += CODES_OF_TILE, to += 1024) {
             __m512i words[16];
-            transpose_sixteen(p->codes + half * 16 * p->in + k, p->in, p->in - k, p->width - half * 16, words);
-            for (int i = 0; i < 16; i++) _mm512_store_si512((char *)p->packed + k * 32 + half * 1024 + i * 64, words[i]);
+            transpose_sixteen((const int8_t *)p->q + r * p->padded + k, p->padded, CODES_OF_TILE, (int)(all - r < TILE ? all - r : TILE), words);
+            for (int i = 0; i < 16; i++) _mm512_store_si512(to + i * 64, words[i]);
         }
 }
 
-/* Sixteen results from column `first` on, of row `r` of x. */
-__attribute__((target(TARGET_VNNI), always_inline))
-static inline void store(const panel *p, int64_t r, const int32_t *sums, int first) {
-    const __m512i high = _mm512_sub_epi32(_mm512_load_si512(sums + first), _mm512_loadu_si512(p->minus + first));
-    __m512 value = _mm512_cvtepi32_ps(high);
-    if (p->levels == 2)
-        value = _mm512_add_ps(_mm512_mul_ps(value, _mm512_set1_ps(128.0f)), _mm512_cvtepi32_ps(_mm512_load_si512(sums + 32 + first)));
-    value = _mm512_mul_ps(_mm512_mul_ps(value, _mm512_set1_ps(p->x_scale[r])), _mm512_loadu_ps(p->by + first));
-    value = _mm512_add_ps(value, _mm512_loadu_ps(p->plus + first));
-    _mm512_mask_storeu_ps(p->y + r * p->out + first, lanes_from(first, p->width), value);
+/* Results of up to 16 columns from `first` on, of `rows` rows of q from `from` on: sums are [16 columns][16 rows]. */
+__attribute__((target(TARGET_VNNI)))
+static void store(const panel *p, int64_t from, int rows, const int32_t *sums, int first) {
+    __m512i by_row[16];
+    for (int i = 0; i < 16; i++) by_row[i] = _mm512_load_si512(sums + i * 16);
+    transpose_words(by_row);
+    const __m512 by = _mm512_loadu_ps(p->by + first), plus = _mm512_loadu_ps(p->plus + first);
+    const __m512i minus = _mm512_loadu_si512(p->minus + first);
+    const __mmask16 some = lanes_from(first, p->width);
+    for (int i = 0; i < rows; i += p->levels) {
+        const int64_t r = (from + i) / p->levels;
+        __m512 value = _mm512_cvtepi32_ps(_mm512_sub_epi32(by_row[i], minus));
+        if (p->levels == 2) value = _mm512_add_ps(_mm512_mul_ps(value, _mm512_set1_ps(128.0f)), _mm512_cvtepi32_ps(by_row[i + 1]));
+        value = _mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(value, _mm512_set1_ps(p->x_scale[r])), by), plus);
+        _mm512_mask_storeu_ps(p->y + r * p->out + first, some, value);
+    }
 }
 
 __attribute__((target(TARGET_AMX)))
 static void multiply(const panel *p) {
-    const int64_t all = p->rows * p->levels, most = 2 * TILE;          /* rows of q */
-    _Alignas(64) int32_t sums[2 * TILE * 32];
-    for (int64_t from = 0; from < all; from += most) {
-        const int rows = (int)(all - from < most ? all - from : most);
-        const char *x = (const char *)p->q + from * p->padded, *w = p->packed;
-        const char *next = from ? w : p->next;
-        set_tiles(rows, CODES_OF_TILE);
+    const int64_t all = p->rows * p->levels, in = p->in, block = (in + CODES_OF_TILE - 1) / CODES_OF_TILE * 1024;
+    _Alignas(64) int32_t sums[4][TILE * TILE];
+    _Alignas(64) int8_t last[2 * TILE * CODES_OF_TILE];                /* codes of the last columns, or behind the last whole step */
+    set_tiles(2 * TILE, CODES_OF_TILE);
+    const int64_t whole = p->width < 2 * TILE ? 0 : in / CODES_OF_TILE * CODES_OF_TILE;
+    for (int64_t from = 0; from < all; from += 2 * TILE) {
+        const char *x = (const char *)p->packed + from / TILE * block, *next = from ? NULL : p->next;
+        const int two = all - from > TILE;
         _tile_zero(0);
         _tile_zero(1);
-        if (rows > TILE) { _tile_zero(2); _tile_zero(3); }
-        for (int64_t k = 0; k < p->in; k += CODES_OF_TILE, w += 2048, next += 2048) {
-            for (int i = 0; i < 2048; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);
-            _tile_loadd(4, x + k, p->padded);
-            _tile_loadd(6, w, 64);
-            _tile_loadd(7, w + 1024, 64);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = 0; k < in; k += CODES_OF_TILE, x += 1024) {
+            for (int i = 0; next && i < 2048; i += 64) _mm_prefetch(next + k * 32 + i, _MM_HINT_T1);
+            const int8_t *codes = p->codes + k;
+            int64_t apart = in;
+            if (k >= whole) {
+                const int64_t left = in - k < CODES_OF_TILE ? in - k : CODES_OF_TILE;
+                const __mmask64 some = left == CODES_OF_TILE ? (__mmask64)-1 : ((__mmask64)1 << left) - 1;
+                for (int i = 0; i < 2 * TILE; i++)
+                    _mm512_store_si512(last + i * CODES_OF_TILE,
+                                       i < p->width ? _mm512_maskz_loadu_epi8(some, codes + i * in) : _mm512_setzero_si512());
+                __asm__ volatile("" : : "r"(last) : "memory");
+                codes = last;
+                apart = CODES_OF_TILE;
+            }
+            _tile_loadd(4, codes, apart);
+            _tile_loadd(5, codes + TILE * apart, apart);
+            _tile_loadd(6, x, 64);
             _tile_dpbssd(0, 4, 6);
-            _tile_dpbssd(1, 4, 7);
-            if (rows > TILE) {
-                _tile_loadd(5, x + k + TILE * p->padded, p->padded);
-                _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(1, 5, 6);
+            if (two) {
+                _tile_loadd(7, x + block, 64);
+                _tile_dpbssd(2, 4, 7);
                 _tile_dpbssd(3, 5, 7);
             }
         }
-        _tile_stored(0, sums, 128);
-        _tile_stored(1, sums + 16, 128);
-        if (rows > TILE) { _tile_stored(2, sums + TILE * 32, 128); _tile_stored(3, sums + TILE * 32 + 16, 128); }
-        for (int i = 0; i < rows; i += p->levels) {
-            store(p, (from + i) / p->levels, sums + i * 32, 0);
-            if (p->width > 16) store(p, (from + i) / p->levels, sums + i * 32, 16);
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        if (two) { _tile_stored(2, sums[2], 64); _tile_stored(3, sums[3], 64); }
+        for (int i = 0; i < 2 + 2 * two; i++) {
+            const int64_t start = from + i / 2 * TILE;
+            if (i % 2 == 0 || p->width > TILE) store(p, start, (int)(all - start < TILE ? all - start : TILE), sums[i], i % 2 * TILE);
         }
     }
 }
 
-const way panels_amx = {32, BYTES, 32, pack, multiply, leave};
+const way rows_amx = {2 * TILE, BYTES, 0, pack, multiply, leave};
 
 /* ---- convolutions: packed are [runs][chunks][2][chunk / 4][16][4], the chunks of a run as long as each other ---- */
 
