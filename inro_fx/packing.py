@@ -14,13 +14,14 @@ from .numerics import entropy, weight_error
 from .observers import Observer
 from .passes.capture.session import Session
 from .passes.carriers import carrier_of
+from .passes.rules.fuse_conv import LEAST, density_of
 from .passes.rules.observe import activation_of
 from .passes.scheme import activation_of_scheme
 from .passes.solve.examine import checked_parts
 from .passes.solve.plan import Plan, Weight, with_scheme
 from .schemes.int8_rowwise_full import int8_rowwise_full
 
-__all__ = ["Packer", "keep_codes", "nodes_of", "settle_inputs", "take_codes", "takes_inputs"]
+__all__ = ["Packer", "keep_codes", "nodes_of", "rounds_inputs", "settle_inputs", "take_codes", "takes_inputs"]
 
 
 class Packer:
@@ -114,6 +115,14 @@ def takes_inputs(nodes: Mapping[tuple[str, str], fx.Node], weight: Weight) -> bo
     """Can the scheme's own operator quantize the inputs of every use of a weight?"""
     used = [(t, nodes.get((t.capture, t.node or ""))) for t in weight.targets]
     return all(n is not None and activation_of(n, t.use) is not None and _has_operator(weight, n) for t, n in used)
+
+
+def rounds_inputs(nodes: Mapping[tuple[str, str], fx.Node], weight: Weight) -> bool:
+    """Will the quantized model round the inputs of every use of a weight?"""
+    used = [nodes.get((t.capture, t.node or "")) for t in weight.targets]
+    dense = all(n is not None and (len(weight.constant.shape) == 2 or density_of(n, weight) >= LEAST) for n in used)
+    activation = activation_of_scheme(weight.scheme)
+    return takes_inputs(nodes, weight) and (activation == "static" or (activation == "dynamic" and dense))
 
 
 def _has_operator(weight: Weight, node: fx.Node) -> bool:

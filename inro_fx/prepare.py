@@ -11,7 +11,7 @@ from torch import nn
 
 from .errors import InputError
 from .observers import Observer
-from .packing import nodes_of, takes_inputs
+from .packing import nodes_of, rounds_inputs, takes_inputs
 from .passes.capture.clone import clone, make_independent
 from .passes.capture.example import Example
 from .passes.capture.session import Session
@@ -41,6 +41,10 @@ class Prepared:
     capture: str
     observers: dict[str, str]                # weight -> path of its observer, or of the fake-quantized input that has one
     fakes: dict[str, str] = dataclasses.field(default_factory=dict)         # weight -> path of what rounds it in training
+
+
+# forwards that multiply by the weight what they are given, and nothing else
+PLAIN = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)}
 
 
 def _planned(model: nn.Module, example: Example, options: Options) -> tuple[Session, Plan, Example]:
@@ -79,9 +83,11 @@ def prepare_calibration(model: nn.Module, example: Example, options: Options, sh
 
 
 def prepare_training(model: nn.Module, example: Example, options: Options, learn: bool) -> nn.Module:
-    """A copy of the model whose weights, and the inputs of its linears, are rounded in forward."""
+    """A copy of the model whose weights, and the inputs of its linears and convolutions, are rounded in forward."""
     session, chosen, example = _planned(model, example, options)
     root = session.root
+    nodes = nodes_of(session)
+    rounded = {name for name, weight in chosen.weights.items() if rounds_inputs(nodes, weight)}
     session.state.restore()
     for path in {**session.layers, **session.captures}:
         detach_programs(root.get_submodule(path))
@@ -96,9 +102,10 @@ def prepare_training(model: nn.Module, example: Example, options: Options, learn
         record.fakes[name] = f"{weight.constant.module}.{free}".lstrip(".")
         for each in weight.constant.names:
             attach_fake(*owner_of(root, each), fake)
-        plain = user_class(owner).forward is nn.Linear.forward and len(weight.constant.names) == 1
-        if plain and activation_of_scheme(weight.scheme) != "float":
-            owner.add_module(free := _free_name(owner, "input_fake_quantize"), FakeQuantizedInput(weight.scheme))
+        plain = user_class(owner).forward in PLAIN and len(weight.constant.names) == 1
+        if plain and name in rounded:
+            together = 1 if len(weight.constant.shape) == 2 else len(weight.constant.shape) - 1
+            owner.add_module(free := _free_name(owner, "input_fake_quantize"), FakeQuantizedInput(weight.scheme, together))
             owner.register_forward_pre_hook(InputHook(free), with_kwargs=True)
             if activation_of_scheme(weight.scheme) == "static":
                 record.observers[name] = f"{weight.constant.module}.{free}.observer".lstrip(".")
@@ -175,8 +182,6 @@ def calibrated(model: nn.Module, example: Example, options: Options, calibration
     if calibration is None:
         raise InputError(f"the scheme {options.default.name} needs calibration data: give calibration=, inputs like "
                          f"example_inputs, or use int8_dynamic, which needs none")
-    if options.fold_batchnorm or options.inplace:
-        raise InputError("a static scheme goes with neither fold_batchnorm=True nor inplace=True: leave them out")
     prepared = prepare_calibration(model, example, options, shared=True)
     record: Prepared = prepared.__dict__["_inro_prepared"]
     kept: list[Example] = []
@@ -190,7 +195,7 @@ def calibrated(model: nn.Module, example: Example, options: Options, calibration
     if not kept:
         raise InputError("calibration gives no inputs: give at least one, like example_inputs")
     observers: dict[str, Any] = {name: prepared.get_submodule(path) for name, path in record.observers.items()}
-    return quantize(float_model(prepared, record), example, kept, options, observers)
+    return quantize(model if options.inplace else float_model(prepared, record), example, kept, options, observers)
 
 
 def examples_of(calibration: Iterable[Any]) -> Iterator[Example]:

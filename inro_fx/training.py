@@ -80,14 +80,15 @@ class FakeQuantizedWeight(nn.Module):
 
 
 class FakeQuantizedInput(nn.Module):
-    """The input of a linear -> what its integers stand for, differentiable: per token, or with a range that training data gave.
+    """The input of a layer -> what its integers stand for, differentiable: with a range that training data gave, or with a scale for
+    what lies in the last ``together`` dimensions, such as a linear's token or a convolution's sample.
 
     Outside of the range of a static scheme the gradient is zero.
     """
 
-    def __init__(self, scheme: Any):
+    def __init__(self, scheme: Any, together: int = 1):
         super().__init__()
-        self.scheme = scheme
+        self.scheme, self.together = scheme, together
         self.observer = scheme.new_observer() if activation_of_scheme(scheme) == "static" else None
         if isinstance(self.observer, MovingAverageObserver):
             self.observer.averaging = 0.05
@@ -96,7 +97,7 @@ class FakeQuantizedInput(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observer is None:
-            return round_input(x)
+            return round_input(x, self.together)
         if self.training:
             self.observer(x)
         if not int(self.observer.count):
@@ -110,17 +111,17 @@ class FakeQuantizedInput(nn.Module):
         return _Straight.apply(x * inside, ((codes.clamp(-127, 127) - zero) * scale).detach().to(x.dtype))
 
 
-def round_input(x: Tensor) -> Tensor:
-    """x [..., in] rounded to 255 steps of each token, straight through backwards."""
+def round_input(x: Tensor, together: int = 1) -> Tensor:
+    """x rounded to 255 steps of what lies in its last ``together`` dimensions, straight through backwards."""
     with torch.no_grad():
-        largest = x.abs().amax(-1, keepdim=True).float()
+        largest = x.abs().amax(tuple(range(-together, 0)), keepdim=True).float()
         scale = torch.where(largest > 0, largest / 127, 1.0)
         rounded = ((x / scale).round().clamp(-127, 127) * scale).to(x.dtype)
     return _Straight.apply(x, rounded)
 
 
 class InputHook:
-    """The forward pre-hook that sends the input of a linear through its `FakeQuantizedInput`."""
+    """The forward pre-hook that sends the input of a layer through its `FakeQuantizedInput`."""
 
     def __init__(self, name: str):
         self.name = name

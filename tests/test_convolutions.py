@@ -336,3 +336,76 @@ def test_values_stay_codes(name):
     expected = {"resnet": 0, "mobilenet": 0, "unet": 0, "waves": 0, "volumes": 0, "not in place": 0}
     if name in expected:
         assert counts["dequantize_codes"] == expected[name]
+
+
+@pytest.mark.parametrize("how", [dict(fold_batchnorm=True), dict(inplace=True)], ids=["folded", "in place"])
+@pytest.mark.parametrize("name", ["resnet", "mobilenet", "waves"])
+def test_static_schemes_fold_and_work_in_place(name, how):
+    model, x = network(name)
+    with torch.no_grad():
+        want = model(x)
+    given = copy.deepcopy(model)
+    small = inro_fx.quantize_graph(given, x, "int8_static", calibration=[x, x.flip(0)], **how)
+    assert (small is given) == ("inplace" in how)
+    with torch.no_grad():
+        assert relative(want, small(x)) < SMALL_ERRORS["int8_static"]
+    assert all(row.scheme == "int8_static" for row in inro_fx.report(small).rows)
+    if "fold_batchnorm" in how:
+        assert not any(isinstance(m, nn.BatchNorm2d) for m in small.modules())
+
+
+@pytest.mark.parametrize("scheme", ["int8_dynamic", "int8_static"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_integer_model_computes_what_training_saw(name, scheme):
+    """Up to rounding: what a static model adds, joins or gives away as codes is rounded once more."""
+    model, x = network(name)
+    prepared = inro_fx.prepare_graph(model, x, scheme, qat=True).train()
+    for factor in (1.0, 1.1, 0.9):
+        prepared(x * factor).square().mean().backward()
+    assert all(p.grad is not None for p in prepared.parameters())
+    prepared.eval()
+    small = inro_fx.convert_graph(prepared)
+    with torch.no_grad():
+        assert relative(prepared(x), small(x)) < (1e-4 if scheme == "int8_dynamic" else 0.02)
+    rows = inro_fx.report(small).rows
+    assert {row.scheme for row in rows} == {scheme} or (name == "mobilenet" and scheme == "int8_dynamic")
+
+
+def test_batch_norms_stay_the_users():
+    """Training code that reads and writes them finds them, and results follow."""
+    model, x = network("resnet")
+    small = quantized(model, x, "int8_static")
+    assert isinstance(small[1], nn.BatchNorm2d)
+    with torch.no_grad():
+        for m in (model, small):
+            m[1].bias.add_(0.2)
+            m[1].running_var.mul_(1.3)
+        assert relative(model(x), small(x)) < 0.03
+        small[4].bn1.weight.mul_(0.0)
+        model[4].bn1.weight.mul_(0.0)
+        assert relative(model(x), small(x)) < 0.03
+
+
+BAD_INPUTS = [
+    (lambda m, x: inro_fx.quantize_graph(m, x, "int8_static", calibration=[torch.full_like(x, float("nan"))]), "NaN"),
+    (lambda m, x: inro_fx.quantize_graph(m, x, "int8_static", calibration=[x[:, :1]]), "batch 0 of calibration"),
+    (lambda m, x: inro_fx.quantize_graph(m, x, "int8_static", calibration=[x.long()]), "batch 0 of calibration"),
+    (lambda m, x: inro_fx.quantize_graph(m, x, "int8_static"), "needs calibration data"),
+    (lambda m, x: inro_fx.quantize_graph(m, x, "int8_static", calibration=[]), "calibration gives no inputs"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), BAD_INPUTS, ids=[says for _, says in BAD_INPUTS])
+def test_bad_calibration_has_one_clear_error(call, says):
+    model, x = network("unet")
+    with pytest.raises(inro_fx.InputError, match=says):
+        call(model, x)
+
+
+def test_inputs_without_a_range():
+    """Nothing but zeros has been seen: the layer gives its bias, and whatever comes later is clipped, as the report says."""
+    model, x = network("unet")
+    small = inro_fx.quantize_graph(model, x, "int8_static", calibration=[x * 0])
+    with torch.no_grad():
+        assert torch.isfinite(small(x)).all()
+        assert relative(model(x * 0), small(x * 0)) < 0.05

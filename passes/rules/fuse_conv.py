@@ -22,7 +22,7 @@ from ..solve.plan import Weight
 from .driver import Match, Rule
 from .uses import call_of, constant_chain, finds, fused, operator_of, parts_of, used, whole
 
-__all__ = ["CONVOLUTIONS", "Geometry", "density_of", "geometry_of"]
+__all__ = ["CONVOLUTIONS", "LEAST", "Geometry", "density_of", "geometry_of"]
 
 LEAST = 32                # products for each number that is read or written, from which integers were faster (docs/benchmarks.md)
 
