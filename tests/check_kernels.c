@@ -1,19 +1,38 @@
 /* Checks the kernels against sums in int64 and double, on whatever CPU they are compiled for: tests/check_kernels.sh runs it under
    sanitizers and on an emulated Arm. */
 
+#define _DEFAULT_SOURCE                                /* mmap */
+
 #include "../inro_fx/kernels/linear.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 static uint64_t state = 88172645463325252ull;
 static uint32_t draw(void) { state ^= state << 13; state ^= state >> 7; state ^= state << 17; return (uint32_t)(state >> 32); }
 
+/* Memory that ends where a page begins that nobody may read: instructions that no sanitizer sees are caught, too. */
+typedef struct { void *start, *memory; size_t all; } guarded;
+
+static guarded guard(size_t size) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (size + page - 1) / page * page;
+    guarded g = {.all = whole + page};
+    g.memory = mmap(NULL, g.all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (g.memory == MAP_FAILED || mprotect((char *)g.memory + whole, page, PROT_NONE)) { perror("mmap"); exit(2); }
+    g.start = (char *)g.memory + whole - size;
+    return g;
+}
+
+static void let_go(guarded g) { munmap(g.memory, g.all); }
+
 static int check(int64_t rows, int64_t in, int64_t out, int levels, int level, int threads, int kind, int fixed) {
     const int64_t stride = in + 3;
     float *x = malloc((size_t)(rows * stride + 1) * sizeof(float)), *y = malloc((size_t)(rows * out + 1) * sizeof(float));
-    int8_t *w = malloc((size_t)(out * in + 1));
+    const guarded codes = guard((size_t)(out * in));
+    int8_t *w = codes.start;
     float *scale = malloc((size_t)(out + 1) * sizeof(float)), *bias = malloc((size_t)(out + 1) * sizeof(float));
     for (int64_t i = 0; i < rows * stride; i++)
         x[i] = kind == 1 ? 1.0f : kind == 2 ? -1.0f : (float)((int32_t)draw()) / 2147483648.0f * (i % 7 == 0 ? 100.0f : 1.0f);
@@ -50,7 +69,8 @@ static int check(int64_t rows, int64_t in, int64_t out, int levels, int level, i
             }
         }
     }
-    free(x); free(y); free(w); free(scale); free(bias); free(q); free(column_sums);
+    free(x); free(y); free(scale); free(bias); free(q); free(column_sums);
+    let_go(codes);
     return bad;
 }
 
@@ -196,8 +216,79 @@ static int check_recurrent(int64_t steps, int64_t batch, int64_t hidden, int cel
     return bad;
 }
 
+/* A convolution of codes, or of floats that become codes exactly, against sums in int64. */
+static int check_convolution(int level, int threads, int x_form, int y_form) {
+    convolution l = {.n = 1 + draw() % 2, .scale_step = 1, .transposed = draw() % 3 == 0, .fixed = 1, .levels = 1, .threads = threads, .level = level,
+                     .x_form = x_form, .y_form = y_form, .input = {0.5f, 1 + draw() % 255}, .output = {4.0f, 100}, .activation = draw() % 2,
+                     .low = -40.0f, .high = 90.0f};
+    static const int64_t channels[] = {1, 3, 4, 16, 24, 33, 64, 96};
+    l.groups = draw() % 3 == 0 ? 1 + draw() % 3 : 1;
+    l.in = channels[draw() % 8] * l.groups;
+    l.out = (1 + draw() % 40) * l.groups;
+    if (draw() % 5 == 0) l.out = l.groups = l.in;
+    for (int d = 0; d < 3; d++) {
+        const int used = d == 2 || draw() % 2;
+        l.kernel[d] = used ? 1 + draw() % 3 : 1;
+        l.stride[d] = used ? 1 + draw() % 2 : 1;
+        l.dilation[d] = used ? 1 + draw() % 2 : 1;
+        const int64_t reach = l.dilation[d] * (l.kernel[d] - 1);
+        l.pad[d] = reach ? draw() % (reach + 1) : 0;
+        l.size[d] = used ? reach + 1 + draw() % 20 : 1;
+        l.result[d] = l.transposed ? (l.size[d] - 1) * l.stride[d] - 2 * l.pad[d] + reach + 1 : (l.size[d] + 2 * l.pad[d] - reach - 1) / l.stride[d] + 1;
+        if (l.result[d] < 1) return 0;
+    }
+    const int64_t pixels = l.size[0] * l.size[1] * l.size[2], results = l.result[0] * l.result[1] * l.result[2], here = l.in / l.groups;
+    const int64_t taps = l.kernel[0] * l.kernel[1] * l.kernel[2], columns = taps * here;
+    const guarded x = guard((size_t)(l.n * l.in * pixels) * (x_form == CODES ? 1 : 4)), w = guard((size_t)(l.out * columns));
+    const guarded y = guard((size_t)(l.n * l.out * results) * (y_form == CODES ? 1 : 4));
+    float *scale = malloc((size_t)l.out * sizeof(float)), *bias = malloc((size_t)l.out * sizeof(float));
+    for (int64_t i = 0; i < l.n * l.in * pixels; i++) {
+        const int code = 1 + (int)(draw() % 255);
+        if (x_form == CODES) ((uint8_t *)x.start)[i] = (uint8_t)code;
+        else ((float *)x.start)[i] = 0.5f * (float)(code - l.input.zero);
+    }
+    for (int64_t i = 0; i < l.out * columns; i++) ((int8_t *)w.start)[i] = (int8_t)((int)(draw() % 255) - 127);
+    for (int64_t i = 0; i < l.out; i++) scale[i] = 0.01f * (float)(1 + draw() % 9), bias[i] = (float)(draw() % 9) - 4.0f;
+    l.x = x.start; l.codes = w.start; l.y = y.start; l.scale = scale; l.bias = bias;
+    int bad = inro_convolution(&l) != 0;
+    for (int64_t n = 0; n < l.n; n++)
+        for (int64_t o = 0; o < l.out; o++)
+            for (int64_t r = 0; r < results && !bad; r++) {
+                const int64_t at[3] = {r / (l.result[1] * l.result[2]), r / l.result[2] % l.result[1], r % l.result[2]};
+                int64_t sum = 0;
+                for (int64_t t = 0; t < taps; t++) {
+                    const int64_t tap[3] = {t / (l.kernel[1] * l.kernel[2]), t / l.kernel[2] % l.kernel[1], t % l.kernel[2]};
+                    int64_t pixel = 0, inside = 1;
+                    for (int d = 0; d < 3; d++) {
+                        int64_t p = l.transposed ? at[d] + l.pad[d] - tap[d] * l.dilation[d] : at[d] * l.stride[d] - l.pad[d] + tap[d] * l.dilation[d];
+                        if (l.transposed) { inside &= p % l.stride[d] == 0; p /= l.stride[d]; }
+                        inside &= p >= 0 && p < l.size[d];
+                        pixel = pixel * l.size[d] + p;
+                    }
+                    for (int64_t c = 0; c < here && inside; c++) {
+                        const int64_t channel = o / (l.out / l.groups) * here + c;
+                        const int64_t i = x_form == PLANES ? (n * l.in + channel) * pixels + pixel : (n * pixels + pixel) * l.in + channel;
+                        const int64_t code = x_form == CODES ? ((uint8_t *)x.start)[i] - l.input.zero : (int64_t)lrintf(((float *)x.start)[i] * 2.0f);
+                        sum += code * ((int8_t *)w.start)[o * columns + t * here + c];
+                    }
+                }
+                double want = (double)sum * 0.5 * scale[o] + bias[o];
+                if (l.activation) want = want < l.low ? l.low : want > l.high ? l.high : want;
+                const int64_t i = y_form == PLANES ? (n * l.out + o) * results + r : (n * results + r) * l.out + o;
+                const double coded = fmin(fmax(rint(want / 4) + 100, 1), 255);
+                const double got = y_form == CODES ? ((uint8_t *)y.start)[i] : ((float *)y.start)[i];
+                bad = y_form == CODES ? fabs(got - coded) > 1 : !(fabs(got - want) <= 1e-5 * (fabs(want) + 100));
+                if (bad) printf("convolution at level %d, forms %d %d, transposed %d: %g, not %g\n", level, x_form, y_form, l.transposed, got, want);
+            }
+    let_go(x); let_go(w); let_go(y);
+    free(scale); free(bias);
+    return bad;
+}
+
 int main(void) {
     int failed = 0, passed = 0;
+    for (int level = 0; level <= inro_level(); level++)
+        for (int i = 0; i < 400; i++) failed += check_convolution(level, 1 + (int)(draw() % 4), i % 3, i / 3 % 3) ? 1 : (passed++, 0);
     for (int level = 0; level <= inro_level(); level++)
         for (int cell = 0; cell < 4; cell++)
             for (int i = 0; i < 40; i++) {

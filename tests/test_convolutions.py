@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from models import relative
 from torch import nn
@@ -49,7 +49,11 @@ def operands(shape, out, geometry, seed):
             torch.rand(out, 1, generator=g) / 500, torch.randn(out, generator=g))
 
 
+ONE_CHANNEL = ((1, 1, 9, 8), 1, ([2, 3], [1, 1], [1, 1], [0, 0], [1, 1], 1, False))
+
+
 @needs_library
+@example(ONE_CHANNEL, "codes", "codes", "", 1, 0)
 @given(geometries(), st.sampled_from(["codes", "planes", "channels last"]), st.sampled_from(["codes", "planes", "channels last"]),
        st.sampled_from(["", "codes", "floats"]), st.integers(0, len(static.ACTIVATIONS) - 1), st.integers(0, 99))
 def test_kernels_of_fixed_formats(case, x_form, y_form, added, activation, seed):
@@ -77,6 +81,7 @@ def test_kernels_of_fixed_formats(case, x_form, y_form, added, activation, seed)
 
 
 @needs_library
+@example(ONE_CHANNEL, False, 1, 0)
 @given(geometries(), st.booleans(), st.sampled_from([1, 2]), st.integers(0, 99))
 def test_kernels_of_scales_per_sample(case, last, levels, seed):
     shape, out, geometry = case

@@ -108,7 +108,7 @@ static void measure_frame(job *j) {
 
 static const product *way_of(const convolution *l, int level) {
     const int64_t out = l->out / l->groups;
-    if (l->in == l->groups && l->out == l->groups && !l->transposed) return NULL;
+    if (l->groups > 1 && l->in == l->groups && l->out == l->groups && !l->transposed) return NULL;
 #ifdef X86
 #ifdef AMX_HERE
     if (level >= AMX && fills_tiles(length_of(l))) return &tiles_amx;
