@@ -138,8 +138,8 @@ def _is_recurrent(node: fx.Node | None) -> bool:
 
 
 def settle_inputs(session: Session, chosen: Plan, observers: Mapping[str, Observer], trained: bool) -> None:
-    """Gives every static scheme the range that its observer found, or takes its activations to stay float; so do those of recurrent
-    layers that were ``trained``, for training rounds none inside of them.
+    """Gives every static scheme the range that its observer found, or takes its activations to stay float. Recurrent layers have a scale
+    for each step, but not those that were ``trained``, for training rounds nothing inside of them.
 
     Raises `InputError` for a layer that the example reached and the calibration data did not.
     """
@@ -157,4 +157,5 @@ def settle_inputs(session: Session, chosen: Plan, observers: Mapping[str, Observ
             clipped = observers[name].clipped(*again.scheme.input_range())
             chosen.weights[name] = dataclasses.replace(again, observer=scheme.observer, clipped=clipped)
         else:
-            chosen.weights[name] = with_scheme(session, weight, scheme.without_inputs())
+            other = scheme.per_step() if recurrent and not trained else scheme.without_inputs()
+            chosen.weights[name] = with_scheme(session, weight, other)

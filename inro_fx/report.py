@@ -228,6 +228,7 @@ class Report:
 
     ``float_bytes`` and ``quantized_bytes`` are measured storage of the whole model, shared tensors counted once.
     ``programs`` count the calls since quantization that graphs answered, ``outside`` those that none covered, by reason.
+    ``codes`` are the values that go from one integer operator to the next as codes, ``islands`` those that are floats in between, and why.
     """
 
     rows: list[Row]
@@ -241,6 +242,8 @@ class Report:
     guards: list[str]
     outside: dict[str, int]
     programs: list[ProgramCalls]
+    codes: list[str] = dataclasses.field(default_factory=list)
+    islands: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
     @property
     def coverage(self) -> float:
@@ -304,6 +307,11 @@ class Report:
                  f"{self.coverage:.1%} of the weight bytes are codes",
                  f"schemes       {', '.join(dict.fromkeys(r.scheme for r in self.rows)) or 'none'}",
                  f"final output  relative error {_percent(self.output_error)} on the example"]
+        if self.codes or self.islands:
+            reasons = dict.fromkeys(why for _, why in self.islands)
+            floats = "; ".join(f"{', '.join(name for name, why in self.islands if why == reason)} ({reason})" for reason in reasons)
+            lines.append(f"in between    {len(self.codes)} values stay codes from one operator to the next"
+                         + (f"; floats: {floats}" if floats else ""))
         if self.nodes:
             lines.append(f"captured      one graph of {self.nodes} nodes, {len(self.guards)} guards on sizes")
         else:
@@ -333,13 +341,19 @@ def report(model: nn.Module) -> Report:
            for name, p in model.named_parameters() if p.dim() >= 2 and name not in known]
     outside: Counter[str] = Counter()
     programs = []
+    values: dict[tuple[str, str], str] = {}
     for path, module in model.named_modules():
         if isinstance(module, GraphForward):
             for reason, count in module._inro_calls.items():
                 outside[f"{path}: {reason}" if path else reason] += count
             programs += [ProgramCalls(path, "further" if i else r.program.kind, r.calls) for i, r in enumerate(module._inro_runners)]
+            for program in [r.program for r in module._inro_runners[:1]]:
+                given = {n.name for n in program.graph.nodes if n.op == "placeholder"}
+                values |= {(path, node): why for rule, node, why in program.log if rule == "as codes" and node not in given}
+    codes = [f"{path}: {node}" if path else node for (path, node), why in values.items() if not why]
+    islands = [(f"{path}: {node}" if path else node, why) for (path, node), why in values.items() if why]
     return Report(rows, [*record.skipped, *put], record.float_bytes, stored_bytes(model), record.output_error, record.steps,
-                  record.regions, record.nodes, record.guards, dict(outside), programs)
+                  record.regions, record.nodes, record.guards, dict(outside), programs, codes, islands)
 
 
 # ---- numbers as text ----

@@ -94,9 +94,11 @@ def _late_imports() -> None:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """The modes of torch inside are those of plain inference, whatever the caller's are."""
+    """The modes of torch inside are those of plain inference, whatever the caller's are. Afterwards its generator is as it was: a model
+    may draw while it is traced and not when it runs, for it asks whether gradients are enabled."""
     _late_imports()
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), \
+            torch.random.fork_rng(devices=[]):
         yield
 
 

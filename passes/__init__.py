@@ -19,9 +19,11 @@
     carriers, scheme             operators that carry a weight, and the ways to store one
     solve/plan, solve/examine    which weights are quantized how, the others' reasons; what a scheme makes of one
 
-    pipeline                     PASSES: quantize, then fuse, then the user's own, each verified
+    pipeline                     PASSES: quantize, fuse, epilogues, integers, then the user's own, each verified
     rules/driver                 a `Rule` finds, refuses, rewrites; the driver keeps uses and probes
     rules/quantize, rules/fuse   a weight becomes its parts and their unpacking; unpacking and operator one call
+    rules/fuse_conv, fuse_recurrent  the same for convolutions, and for recurrent layers
+    rules/epilogues, integers    what follows a convolution becomes part of it; values between them stay codes
     rules/observe                observers in front of operators, for calibration
     rules/fold_batchnorm         batch norms into convolutions, when asked
     verify                       what a legal program is

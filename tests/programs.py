@@ -361,8 +361,8 @@ def getattr_by_size(m):
     a, b = m.attribute("h_0_", f"linear({m.seed()})"), m.layer()
     head = m.new("head")
     m.init += [f"self.{head}_0, self.{head}_1, self.{head}_2 = self.{a}, self.{b}, {m.pick('nn.Tanh()', f'linear({m.seed()})')}"]
-    return m.pick([f'h = getattr(self, "{head}_" + str({m.size()} % 3))(h)'], [f"h = getattr(self, f'{head}_{{{m.size()} % 3}}', self.{b})(h)"],
-                  [f'h = self.get_submodule("{head}_%d" % ({m.size()} % 3))(h)'], [f'h = self._modules["{head}_" + str({m.size()} % 3)](h)'],
+    return m.pick([f'h = getattr(self, "{head}_" + str(({m.size()}) % 3))(h)'], [f"h = getattr(self, f'{head}_{{({m.size()}) % 3}}', self.{b})(h)"],
+                  [f'h = self.get_submodule("{head}_%d" % (({m.size()}) % 3))(h)'], [f'h = self._modules["{head}_" + str(({m.size()}) % 3)](h)'],
                   [f"if hasattr(self, '{head}_' + str({m.size()})):", f"    h = getattr(self, '{head}_' + str(1))(h)"])
 
 

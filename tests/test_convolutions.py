@@ -330,14 +330,19 @@ def test_networks(name, scheme, tmp_path):
     assert report.output_error < SMALL_ERRORS[scheme]
 
 
+ISLANDS = {"squeeze": ("mean", "mul", "mean_1"), "waves": ("pad",)}
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_values_stay_codes(name):
     """Between convolutions on codes nothing is a float, up to the inputs and the last of them."""
     model, x = network(name)
-    counts = calls(quantized(model, x, "int8_static"))
+    small = quantized(model, x, "int8_static")
+    counts = calls(small)
     convolutions = sum(isinstance(m, (nn.modules.conv._ConvNd)) for m in model.modules())
     assert counts["conv_static"] == convolutions
     assert counts["quantize"] == 0
+    assert set(inro_fx.report(small).islands) == {(node, "no convolution on codes computes it") for node in ISLANDS.get(name, ())}
     expected = {"resnet": 0, "mobilenet": 0, "unet": 0, "waves": 0, "volumes": 0, "not in place": 0}
     if name in expected:
         assert counts["dequantize_codes"] == expected[name]

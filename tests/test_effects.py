@@ -435,3 +435,17 @@ def test_draws_of_nothing_leave_the_generator(draw):
     small = inro_fx.quantize_graph(model, x)
     assert torch.equal(before, torch.get_rng_state())
     assert inro_fx.report(small).regions == []
+
+
+def test_draws_only_where_gradients_are_on_leave_the_generator():
+    model = net(lambda self, x: self.a(x + torch.randn(8)) if torch.is_grad_enabled() else self.a(x), **layers("a"))
+    before = torch.get_rng_state()
+    small = inro_fx.quantize_graph(model, torch.ones(2, 8), Identity())
+    assert torch.equal(torch.get_rng_state(), before)
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            outcomes = []
+            for m in (model, small):
+                torch.manual_seed(1)
+                outcomes.append((m(torch.ones(2, 8)), torch.get_rng_state()))
+        assert all(map(torch.equal, *outcomes))

@@ -196,10 +196,10 @@ def test_the_isolated_error_is_that_of_one_matrix(kind):
         assert row.isolated == pytest.approx(relative(model(x)[0], alone(x)[0]), rel=0.02)
 
 
-def test_a_static_scheme_keeps_the_activations_and_says_so():
+def test_a_static_scheme_has_scales_of_each_step_and_says_so():
     x = torch.randn(5, 2, 8)
     small = inro_fx.quantize_graph(nn.LSTM(8, 16), x, "int8_static", calibration=[x])
-    assert {(r.scheme, r.observer, r.kernel.partition("/")[0]) for r in inro_fx.report(small).rows} == {("int8", "", "inro_fx.recurrent")}
+    assert {(r.scheme, r.observer, r.kernel.partition("/")[0]) for r in inro_fx.report(small).rows} == {("int8_dynamic", "", "inro_fx.recurrent")}
 
 
 @pytest.mark.parametrize(("batch", "make"), [(1, nn.LSTM), (3, nn.GRU), (7, nn.LSTMCell)])

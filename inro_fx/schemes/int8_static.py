@@ -1,9 +1,10 @@
-"""int8_static: int8 weights, and activations quantized to int8 with a range that calibration data gave; linears multiply integers.
+"""int8_static: int8 weights, and activations quantized to int8 with a range that calibration data gave; linears and convolutions
+multiply integers, and between convolutions values stay codes.
 
     input_scale = (high - low) / 254, input_zero = round(-127 - low / input_scale)          low <= 0 <= high from an observer
 
-With ``symmetric`` the zero point is 0 and high = -low. Weights that are looked up, convolved or otherwise used than by a linear
-keep float activations, as in int8.
+With ``symmetric`` the zero point is 0 and high = -low. Recurrent layers quantize their input and state as in
+int8_dynamic; weights that are looked up or otherwise used keep float activations, as in int8.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..errors import SchemeError
 from ..observers import OBSERVERS, Observer
+from .int8_dynamic import int8_dynamic
 from .uniform import Uniform
 
 __all__ = ["Int8Static", "int8_static", "static"]
@@ -24,7 +26,8 @@ __all__ = ["Int8Static", "int8_static", "static"]
 
 @dataclasses.dataclass(frozen=True)
 class Int8Static(Uniform):
-    """`Uniform` weights whose linears quantize their input with a range ``low_input`` .. ``high_input`` (None: not calibrated)."""
+    """`Uniform` weights whose linears and convolutions quantize their input with a range ``low_input`` .. ``high_input``, None before
+    calibration."""
 
     activation: ClassVar[Literal["float", "dynamic", "static"]] = "static"
 
@@ -51,6 +54,10 @@ class Int8Static(Uniform):
     def without_inputs(self) -> Uniform:
         """The scheme for weights whose activations stay float."""
         return Uniform("int8", 127)
+
+    def per_step(self) -> Uniform:
+        """The scheme for recurrent layers, whose state is quantized by what it is at each step."""
+        return int8_dynamic
 
     def input_range(self) -> tuple[float, float]:
         """(low, high) of the inputs that the codes reach."""
