@@ -109,7 +109,8 @@ def translations() -> dict[Any, Callable]:
         return op.CastLike(y if bias is None else op.Add(y, op.Cast(bias, to=FLOAT)), x)
 
     def onnx_recurrent(x: Any, h: Any, c: Any, batch_sizes: Any, codes_ih: Any, scale_ih: Any, codes_hh: Any, scale_hh: Any, bias_ih: Any,
-                       bias_hh: Any, codes_hr: Any, scale_hr: Any, cell: str, reverse: bool, dynamic: bool, bits: int, group: int) -> Any:
+                       bias_hh: Any, codes_hr: Any, scale_hr: Any, cell: str, reverse: bool, dynamic_input: bool, dynamic: bool,
+                       bits: int, group: int) -> Any:
         """As ONNX's own layer on dequantized weights, whose gates stand in another order. Its activations are floats."""
         if batch_sizes is not None or codes_hr is not None:
             raise ValueError("ONNX has no recurrent layers of packed sequences, and none with projections")

@@ -131,7 +131,7 @@ def test_the_operator_and_its_gradient_are_those_of_torch(cell, projection, bias
     given = (sequence.data if packed else x).clone().requires_grad_()
     y, last, last_c = recurrent(given, h[direction], None if c is None else c[direction], sequence.batch_sizes if packed else None, weights["weight_ih"], one,
                                 weights["weight_hh"], one, weights.get("bias_ih"), weights.get("bias_hh"), weights.get("weight_hr"), one if projection else None,
-                                cell, reverse, False, 8, 0)
+                                cell, reverse, False, False, 8, 0)
     other = (sequence.data if packed else x).clone().requires_grad_()
     input_ = nn.utils.rnn.PackedSequence(other, sequence.batch_sizes) if packed else other
     want, states = layer(input_, h if c is None else (h, c))
@@ -151,7 +151,7 @@ def test_opcheck(cell):
     c = torch.randn(3, 16) if cell == "lstm" else None
     args = (torch.randn(4, 3, 8, requires_grad=True), torch.randn(3, 16), c, None, ih["codes"], ih["scale"], hh["codes"], hh["scale"], None, None, None, None)
     for dynamic in (False, True):
-        torch.library.opcheck(recurrent, (*args, cell, dynamic, dynamic, 8, 0))
+        torch.library.opcheck(recurrent, (*args, cell, dynamic, dynamic, dynamic, 8, 0))
 
 
 @pytest.mark.parametrize("wrong", range(8))
@@ -159,12 +159,12 @@ def test_sizes_that_do_not_fit_are_refused(wrong):
     scheme = inro_fx.uniform(127)
     ih, hh = scheme.pack(torch.randn(64, 8)), scheme.pack(torch.randn(64, 16))
     args = [torch.randn(4, 3, 8), torch.randn(3, 16), torch.randn(3, 16), None, ih["codes"], ih["scale"], hh["codes"], hh["scale"], torch.randn(64), torch.randn(64), None, None]
-    recurrent(*args, "lstm", False, True, 8, 0)
+    recurrent(*args, "lstm", False, True, True, 8, 0)
     index, value = [(1, torch.randn(2, 16)), (1, torch.randn(3, 15)), (2, torch.randn(2, 16)), (2, None), (9, torch.randn(63)), (6, hh["codes"][:60]),
                     (6, hh["codes"][:, :12]), (1, torch.randn(3, 16).double())][wrong]
     args[index] = value
     with pytest.raises(RuntimeError):
-        recurrent(*args, "lstm", False, True, 8, 0)
+        recurrent(*args, "lstm", False, True, True, 8, 0)
 
 
 def test_a_layer_below_can_be_trained():

@@ -1,4 +1,4 @@
-"""inro_fx::recurrent(x, h, c, batch_sizes, codes_ih, ..., cell, reverse, dynamic, bits, group): one layer, one direction, all steps.
+"""inro_fx::recurrent(x, h, c, batch_sizes, codes_ih, ..., cell, reverse, dynamic_input, dynamic, bits, group): one layer, one direction.
 
 x is [steps, batch, in], or the data of a packed sequence [rows, in] with its ``batch_sizes`` int64 [steps]. h, and c of an LSTM, are
 [batch, out] and [batch, hidden]; ``codes_hr`` are those of a projection of the hidden state. With gates = x @ W_ih.T + b_ih + h @ W_hh.T +
@@ -8,8 +8,8 @@ b_hh, as in torch.nn:
     gru           r, z of both products; n = tanh(n_x + r * n_h); h = (1 - z) * n + z * h
     tanh, relu    h = tanh(gates), relu(gates)
 
-All steps of x are multiplied at once; ``dynamic`` quantizes x and h per row and multiplies integers, else both keep their 15 bits (see
-`linear`). Codes may be floats [out, in] instead, with scale 1: what a report computes the error of one matrix with. The result is
+All steps of x are multiplied at once; ``dynamic_input`` and ``dynamic`` quantize x and h per row and multiply integers, else they keep 15
+bits (see `linear`). Codes may be floats [out, in] instead, with scale 1: what a report computes the error of one matrix with. The result is
 (y [steps, batch, out] or [rows, out], the last h, the last c; the last c is empty where there is none). The gradient is that of the
 layer with dequantized weights.
 """
@@ -57,11 +57,11 @@ CELLS = {"lstm": _lstm, "gru": _gru, "tanh": lambda gates, hidden, h, c: ((gates
 
 def reference(x: Tensor, h: Tensor, c: Tensor | None, batch_sizes: Tensor | None, codes_ih: Tensor, scale_ih: Tensor, codes_hh: Tensor,
               scale_hh: Tensor, bias_ih: Tensor | None, bias_hh: Tensor | None, codes_hr: Tensor | None, scale_hr: Tensor | None,
-              cell: str, reverse: bool, dynamic: bool, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+              cell: str, reverse: bool, dynamic_input: bool, dynamic: bool, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     _check_fit(x, h, c, batch_sizes, codes_ih, codes_hh, bias_ih, bias_hh, codes_hr, cell)
     step, last_c = CELLS[cell], h.new_empty(0) if c is None else c
     h, rest = h.clone(memory_format=torch.contiguous_format), (dynamic, bits, group)
-    gates = _product(x, codes_ih, scale_ih, bias_ih, *rest)
+    gates = _product(x, codes_ih, scale_ih, bias_ih, dynamic_input, bits, group)
     last_c = last_c.clone(memory_format=torch.contiguous_format)
     if batch_sizes is None and codes_hr is None and bits == 8 and not group:
         y = recurrent_steps(gates, h, None if c is None else last_c, codes_hh, scale_hh, bias_hh, cell, reverse, 1 if dynamic else 2)
@@ -118,7 +118,7 @@ def backward(ctx, *grads: Tensor) -> tuple:  # type: ignore[no-untyped-def]
     """Through the layer in floats, computed once more."""
     saved = iter(ctx.saved_tensors)
     inputs = [next(saved) if is_tensor else value for is_tensor, value in zip(ctx.tensors, ctx.rest, strict=True)]
-    x, bits, group = inputs[0], inputs[15], inputs[16]
+    x, bits, group = inputs[0], inputs[16], inputs[17]
     for i in (4, 6, 10):
         if inputs[i] is not None and not inputs[i].is_floating_point():
             columns = (x if i == 4 else inputs[1]).shape[-1] if i != 10 else inputs[2].shape[-1]
@@ -157,5 +157,5 @@ def _differentiable(x: Tensor, h: Tensor, c: Tensor | None, batch_sizes: Tensor 
 
 recurrent = define(
     "recurrent(Tensor x, Tensor h, Tensor? c, Tensor? batch_sizes, Tensor codes_ih, Tensor scale_ih, Tensor codes_hh, Tensor scale_hh, "
-    "Tensor? bias_ih, Tensor? bias_hh, Tensor? codes_hr, Tensor? scale_hr, str cell, bool reverse, bool dynamic, int bits, int group) "
-    "-> (Tensor, Tensor, Tensor)", reference, fake, setup, backward)
+    "Tensor? bias_ih, Tensor? bias_hh, Tensor? codes_hr, Tensor? scale_hr, str cell, bool reverse, bool dynamic_input, bool dynamic, "
+    "int bits, int group) -> (Tensor, Tensor, Tensor)", reference, fake, setup, backward)

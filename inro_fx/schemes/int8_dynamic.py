@@ -3,8 +3,8 @@
     x_scale = max(|x|) / 127 for each row of the flattened input, x_codes = round(x / x_scale)
     y       = (x_codes @ codes.T) * x_scale * scale + bias            the product is exact in int32
 
-Recurrent layers quantize their input, and the state of each step, in the same way; convolutions with one scale for each sample. Other
-operators use the weights as int8 does.
+Recurrent layers quantize the state of each step, and what the layers above the first are given, in the same way; the first one's input
+keeps 15 bits. Convolutions have one scale for each sample. Other operators use the weights as int8 does.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _fuse(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
     layer = _layer(match.root)
     assert layer is not None
     call, item = graph.call_function, operator.getitem
-    function, trailing = operator_of(used(match.root, context)[1], "recurrent")
+    function, (dynamic, *trailing) = operator_of(used(match.root, context)[1], "recurrent")
     is_lstm = layer.cell == "lstm"
     if not is_lstm:
         states: list[Any] = [layer.state, None]
@@ -151,7 +151,9 @@ def _fuse(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
             codes: list[Any] = [part for operand in _matrices(layer, group) for part in _codes(graph, operand, context)]
             biases = list(group[2:4]) if layer.biases else [None, None]
             projection = codes[4:] or [None, None]
-            result = call(function, (x, h, c, layer.batch_sizes, *codes[:4], *biases, *projection, layer.cell, direction == 1, *trailing))
+            # states lie within -1 and 1; what comes from outside may have peaks that leave 8 bits nothing for the rest
+            rest = (layer.cell, direction == 1, dynamic and depth > 0, dynamic, *trailing)
+            result = call(function, (x, h, c, layer.batch_sizes, *codes[:4], *biases, *projection, *rest))
             for index, kept in enumerate(last, 1):
                 kept.append(call(item, (result, index)))
             if not layer.single:
