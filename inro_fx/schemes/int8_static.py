@@ -3,7 +3,8 @@ multiply integers, and between convolutions values stay codes.
 
     input_scale = (high - low) / 254, input_zero = round(-127 - low / input_scale)          low <= 0 <= high from an observer
 
-With ``symmetric`` the zero point is 0 and high = -low. Recurrent layers quantize their state as in int8_dynamic; weights that are looked up or otherwise used keep float activations, as in int8.
+With ``symmetric`` the zero point is 0 and high = -low. Recurrent layers quantize their state as in int8_dynamic; weights that are looked
+up or otherwise used keep float activations, as in int8.
 """
 
 from __future__ import annotations

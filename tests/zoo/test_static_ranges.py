@@ -37,9 +37,8 @@ def test_speaker_verification(show):
     for scheme in ("int8_dynamic", *map(inro_fx.static, OBSERVERS)):
         small = inro_fx.quantize_graph(model, mels[:4], scheme, calibration=list(mels[:64].split(16)))
         found[getattr(scheme, "observer", scheme)] = equal_error_rate(small(mels), labels)
-    show(**found, schemes={r.op: r.scheme for r in inro_fx.report(small).rows})     # the LSTM keeps float activations
-    assert found["histogram"] <= 0.15
-    assert found["int8_dynamic"] <= 0.135
+    show(**found, schemes={r.op: r.scheme for r in inro_fx.report(small).rows})
+    assert max(found["histogram"], found["int8_dynamic"]) <= 0.135
 
 
 def test_efficientnet(show):
