@@ -24,6 +24,7 @@
     rules/quantize, rules/fuse   a weight becomes its parts and their unpacking; unpacking and operator one call
     rules/fuse_conv, fuse_recurrent  the same for convolutions, and for recurrent layers
     rules/epilogues, integers    what follows a convolution becomes part of it; values between them stay codes
+    rules/writes                 which values are changed in place, so that no rule reads them at another time
     rules/observe                observers in front of operators, for calibration
     rules/fold_batchnorm         batch norms into convolutions, when asked
     verify                       what a legal program is

@@ -419,3 +419,121 @@ def test_inputs_without_a_range():
     with torch.no_grad():
         assert torch.isfinite(small(x)).all()
         assert relative(model(x * 0), small(x * 0)) < 0.05
+
+
+# ---- values that others change, read or share ----
+
+class Free(nn.Module):
+    """Convolutions that a function calls as it likes."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(8, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 16, 3, padding=1)
+        self.g, self.e, self.bn, self.t = nn.Conv2d(8, 32, 1), nn.Conv2d(40, 16, 3, padding=1), nn.BatchNorm2d(32), nn.ConvTranspose2d(32, 16, 1, padding=1)
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def changed(write):
+    def forward(self, x):
+        y = F.relu(self.a(x))
+        write(y)
+        return self.c(y)
+    return forward
+
+
+def scaled(y):
+    z = y.float()
+    z *= 3
+
+
+WRITES = {
+    "item": lambda y: y.__setitem__((slice(None), slice(3)), 1.5), "mask": lambda y: y.__setitem__(y > 0.5, 0.5), "part": lambda y: y[:, :8].add_(2),
+    "view": lambda y: y.flatten(2).mul_(0.1), "reshaped": lambda y: y.reshape(y.shape[0], -1).mul_(3), "detached": lambda y: y.detach().mul_(3),
+    "permuted": lambda y: y.permute(0, 2, 3, 1).add_(1), "data": lambda y: y.data.mul_(3.0), "same dtype": scaled, "contiguous": lambda y: y.contiguous().mul_(3),
+    "dropout": lambda y: F.dropout(y, 0.5, False).mul_(3), "function": lambda y: F.hardtanh(y, 0.0, 0.5, True), "out": lambda y: torch.add(y, 1, out=y),
+}
+
+
+@pytest.mark.parametrize("scheme", SMALL_ERRORS)
+@pytest.mark.parametrize("write", WRITES)
+def test_values_that_are_changed_in_place(write, scheme):
+    check_free(changed(WRITES[write]), scheme)
+
+
+def check_free(forward, scheme):
+    torch.manual_seed(0)
+    model, x = Free(forward).eval(), torch.randn(2, 8, 16, 16)
+    small = quantized(model, x, scheme)
+    with torch.no_grad():
+        for given in (x, torch.randn(3, 8, 12, 20)):
+            want, got = model(given.clone()), small(given.clone())
+            pairs = zip(want, got, strict=True) if isinstance(want, tuple) else [(want, got)]
+            for a, b in pairs:
+                assert a.dtype == b.dtype
+                assert relative(a, b) < SMALL_ERRORS[scheme]
+    return small
+
+
+def input_changed(self, x):
+    x = x * 1
+    y = self.a(x)
+    x.mul_(3.0)
+    return self.bn(y)
+
+
+def input_changed_before_the_sum(self, x):
+    u = F.relu(self.a(x))
+    r, y = self.g(x), self.b(u)
+    u += 1
+    return self.c(F.relu(y + r)), u
+
+
+def both_pooled_and_whole(self, x):
+    y = self.a(x)
+    return self.c(F.max_pool2d(y, 4)), y
+
+
+def pooled_and_joined(self, x):
+    y = self.a(x)
+    z = self.b(F.max_pool2d(y, 4))
+    return self.c(F.interpolate(z, scale_factor=4.0) + y)
+
+
+SHARED = {
+    "input changed": input_changed, "input changed before the sum": input_changed_before_the_sum, "pooled and whole": both_pooled_and_whole,
+    "pooled and joined": pooled_and_joined, "pooled without activation": lambda self, x: self.c(F.max_pool2d(self.a(x), 4)),
+    "joined with the input": lambda self, x: self.e(torch.cat([x, F.relu(self.a(x))], 1)),
+    "joined with integers": lambda self, x: self.e(torch.cat([F.relu(self.a(x)), (x > 0).long()], 1)),
+    "cropped": lambda self, x: self.t(F.relu(self.a(x))), "wider sum": lambda self, x: self.c((F.relu(self.a(x)) + self.g(x).double()).float()),
+    "read small": lambda self, x: (self.c(F.interpolate(y := F.relu(self.a(x)), size=(1, 1))), y),
+}
+
+
+@pytest.mark.parametrize("scheme", SMALL_ERRORS)
+@pytest.mark.parametrize("name", SHARED)
+def test_values_that_others_read(name, scheme):
+    small = check_free(SHARED[name], scheme)
+    assert all(row.isolated < 0.1 for row in inro_fx.report(small).rows if row.isolated is not None)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("scheme", SMALL_ERRORS)
+def test_a_sample_with_nan_leaves_the_others_alone(scheme, threads):
+    before = torch.get_num_threads()
+    model, x = nn.Sequential(nn.Conv2d(8, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 8, 1)).eval(), torch.randn(4, 8, 6, 6)
+    small = quantized(model, x, scheme)
+    odd = x.clone()
+    odd[1, :, 0, 0] = float("nan")
+    try:
+        torch.set_num_threads(threads)
+        with torch.no_grad():
+            want, first = small(x), small[0](odd)
+            assert first[1].isnan().any()
+            for _ in range(50):
+                got = small(odd)
+                torch.testing.assert_close(got[[0, 2, 3]], want[[0, 2, 3]], rtol=0, atol=2e-3 if scheme == "int8" else 1e-6)
+    finally:
+        torch.set_num_threads(before)

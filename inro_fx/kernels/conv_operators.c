@@ -136,10 +136,10 @@ void op_conv(word *stack, uint64_t inputs, uint64_t outputs) {
         l.y = data;
         outcome = inro_convolution(&l);
     }
+    else stack[11] = 0;                                /* with x as floats */
     if (outcome) {
         if (y) torch.delete_tensor(y);
         if (outcome < 0) fail("no memory for a quantized convolution");
-        stack[11] = 0;                                 /* with x as floats */
         call_reference("inro_fx::conv", stack);
         return;
     }

@@ -80,7 +80,7 @@ static void make_phase(job *j, int64_t number, run *runs) {
                                                  + at[2] + j->f.before[2], ((a * l->kernel[1] + b) * l->kernel[2] + c) * here};
     for (int64_t i = 0; i < p->number; i++) p->runs[i].at *= l->in;
     const int flat = j->number == 1 && !j->framed && l->kernel[0] * l->kernel[1] * l->kernel[2] == 1
-        && p->stride[0] * p->stride[1] * p->stride[2] == 1;
+        && p->stride[0] * p->stride[1] * p->stride[2] == 1 && !memcmp(l->result, l->size, sizeof l->size);
     p->lines = flat ? 1 : p->count[0] * p->count[1];
     p->pixels = flat ? pixels_of(p->count) : p->count[2];
     const int64_t most = j->way ? j->way->piece : PIECE;
@@ -283,12 +283,16 @@ int inro_convolution(const convolution *l) {
             floats = 1;
         }
         #pragma omp barrier
-        for (int64_t n = 0; n < l->n && !failed && !floats; n++) {
+        for (int64_t n = 0; n < l->n && !failed; n++) {
             if (j.framed && fill_frame(l, n, 1.0f / scales[n], &j.f, share(rows, part, parts), share(rows, part + 1, parts), j.level)) {
                 #pragma omp atomic write
                 floats = 1;
             }
             #pragma omp barrier
+            int stop;                                  /* nobody writes it between these barriers: all threads leave together */
+            #pragma omp atomic read
+            stop = floats;
+            if (stop) break;
             if (by_panels) compute_some(&j, 0, j.units, share(j.panels, part, parts), share(j.panels, part + 1, parts), n, scales[n], n == 0);
             else compute_some(&j, share(j.units, part, parts), share(j.units, part + 1, parts), 0, j.panels, n, scales[n], 0);
             #pragma omp barrier

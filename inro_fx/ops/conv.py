@@ -7,8 +7,8 @@ output channel, and of each tap the input channels. ``transposed`` is torch's co
 
     x_scale = max(|x|) / 127        x_codes = round(x / x_scale)        y = conv(x_codes, codes) * x_scale * scale + bias
 
-else x keeps 15 bits (see `linear`). Where integers are slower than floats on this CPU, or a sample does not fit them (NaN, infinity), x
-stays float in both. The gradient is that of the convolution with dequantized weights.
+else x keeps 15 bits (see `linear`). Where integers are slower than floats on this CPU, x stays float in both, and so does a sample that
+does not fit them (NaN, infinity). The gradient is that of the convolution with dequantized weights.
 """
 
 from __future__ import annotations
@@ -65,11 +65,14 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, kern
     axes = tuple(range(x.dim() - len(kernel) - 1, x.dim()))
     largest = x.float().abs().amax(axes, keepdim=True) if x.numel() else x.new_ones(()).float()
     x_scale = (largest / 127).where(largest > 0, 1)
-    x_codes = (x.float() * x_scale.reciprocal()).round()
+    fits = x_scale.isfinite() & (x_scale >= torch.finfo(torch.float32).tiny) & (largest <= 2.0**96)
+    x_codes = (x.float() * x_scale.reciprocal()).round().where(fits, 0)
     y = float_conv(x_codes.double(), weight_of(codes.double(), channels, kernel, groups, transposed), None, *geometry).float()
     by = scale.flatten().reshape(-1, *(1,) * len(kernel)) * x_scale
-    y = y * by if bias is None else y * by + bias.float().reshape(-1, *(1,) * len(kernel))
-    return y.to(x.dtype)
+    y = (y * by if bias is None else y * by + bias.float().reshape(-1, *(1,) * len(kernel))).to(x.dtype)
+    if bool(fits.all()):
+        return y
+    return y.where(fits, reference(x, codes, scale, bias, kernel, *geometry, False, bits, group))      # of a sample that does not fit
 
 
 def convolution_shape(x: Tensor, codes: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, output_padding: Sizes, dilation: Sizes,

@@ -49,14 +49,14 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, x_scale: Tensor, x_zero: 
     geometry = (stride, padding, output_padding, dilation, groups, transposed)
     each = (-1, *(1,) * len(kernel))
     plus = None if bias is None else bias.float().reshape(each)
-    if x.is_floating_point() and not bool(x.isfinite().all()):
-        matrix = dequantize(codes, scale, 8, 0, codes.shape[1], torch.float32)
-        v = float_conv(x.float(), weight_of(matrix, channels, kernel, groups, transposed), None, *geometry)
-    else:
-        q = quantize_reference(x, x_scale, x_zero) if x.is_floating_point() else x
-        shifted = (q.int() - (x_zero + 128)).double()
-        v = float_conv(shifted, weight_of(codes.double(), channels, kernel, groups, transposed), None, *geometry).float()
-        v = v * (x_scale.flatten() * scale.flatten()).reshape(each)
+    q = quantize_reference(x, x_scale, x_zero) if x.is_floating_point() else x
+    shifted = (q.int() - (x_zero + 128)).double()
+    v = float_conv(shifted, weight_of(codes.double(), channels, kernel, groups, transposed), None, *geometry).float()
+    v = v * (x_scale.flatten() * scale.flatten()).reshape(each)
+    if x.is_floating_point() and x.numel() and not bool(x.isfinite().all()):
+        fits = x.isfinite().all(tuple(range(x.dim() - len(kernel) - 1, x.dim())), keepdim=True)
+        matrix = weight_of(dequantize(codes, scale, 8, 0, codes.shape[1], torch.float32), channels, kernel, groups, transposed)
+        v = v.where(fits, float_conv(x.float(), matrix, None, *geometry))
     v = v if plus is None else v + plus
     if residual is not None:
         floats = residual.is_floating_point() or r_scale is None or r_zero is None

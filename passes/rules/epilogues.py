@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from ..carriers import name_of_target
 from ..program import Context, Program, annotate, derived, meta_of, shape_of
 from .driver import Match, Rule, apply_rules
+from .writes import changed_between
 
 __all__ = ["CODES", "EXACT", "argument", "epilogue_of", "epilogues", "give", "is_conv", "with_arguments"]
 
@@ -78,6 +79,17 @@ def _plain(node: Any) -> bool:
         and argument(node, "residual") is None and argument(node, "y_scale") is None
 
 
+def _moved(match: Match) -> str | None:
+    """Why a convolution may not be computed where the last node of the match stands."""
+    conv = match.nodes[-2]
+    changed = changed_between(conv, match.root, (argument(conv, "x"), _residual(conv)))
+    return "what the convolution reads is changed in place before that" if changed else None
+
+
+def _residual(conv: fx.Node) -> Any:
+    return argument(conv, "residual") if is_conv(conv) else None
+
+
 # ---- batch norms ----
 
 NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -101,7 +113,7 @@ def _refuse_norm(match: Match, context: Context) -> str | None:
         return "it normalizes by the batch"
     if any(isinstance(call[n], fx.Node) and call[n].op != "get_attr" for n in ("running_mean", "running_var", "weight", "bias")):
         return "its statistics are computed"
-    return None
+    return _moved(match)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +251,9 @@ def _refuse_sum(match: Match, context: Context) -> str | None:
     conv, other = _terms(match)
     if other is conv or shape_of(other) != shape_of(match.root) or shape_of(conv) != shape_of(match.root):
         return "what is added is of another shape"
-    return None if _plain(other) or is_conv(other, "inro_fx::dequantize_codes") else "what is added is not on codes"
+    if len({meta_of(node)["value"].dtype for node in (conv, other, match.root)}) > 1:
+        return "what is added is of another dtype"
+    return _moved(match) if _plain(other) or is_conv(other, "inro_fx::dequantize_codes") else "what is added is not on codes"
 
 
 def _fuse_sum(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
@@ -264,16 +278,16 @@ def _fuse_codes(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
     return new
 
 
-def _never(match: Match, context: Context) -> None:
-    return None
+def _refuse_moved(match: Match, context: Context) -> str | None:
+    return _moved(match)
 
 
 EXACT: tuple[Rule, ...] = (
     Rule("fuse batch norm", _find_norm, _refuse_norm, _fuse_norm),
-    Rule("fuse activation", _find_activation, _never, _fuse_activation),
+    Rule("fuse activation", _find_activation, _refuse_moved, _fuse_activation),
 )
 CODES: tuple[Rule, ...] = (
     *EXACT,
     Rule("fuse sum", _find_sum, _refuse_sum, _fuse_sum),
-    Rule("results as codes", _find_codes, _never, _fuse_codes),
+    Rule("results as codes", _find_codes, _refuse_moved, _fuse_codes),
 )

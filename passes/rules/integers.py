@@ -26,10 +26,9 @@ from ..carriers import name_of_target
 from ..program import Context, Program, Value, annotate, copied, meta_of, shape_of
 from .driver import apply_rules
 from .epilogues import CODES, argument, epilogue_of, give, is_conv
+from .writes import changed_after, writers_of
 
 __all__ = ["integers"]
-
-IN_PLACE = {"iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ipow", "imod", "ifloordiv", "ilshift", "irshift", "imatmul"}
 
 
 def integers(program: Program, context: Context) -> Program:
@@ -118,7 +117,7 @@ def _wish_of(node: fx.Node, context: Context) -> _Wish | None:
 @dataclasses.dataclass
 class _Group:
     """Values that have one format: ``members`` in the order of the graph, the ``sources`` among them are computed, the others moved;
-    ``wishes``, each with the sources that it reads."""
+    ``wishes``, each with the sources whose range it has seen."""
 
     members: list[fx.Node]
     sources: list[fx.Node]
@@ -126,24 +125,26 @@ class _Group:
 
     def format(self) -> _Wish | None:
         """The widest of the wishes that have seen all of the sources."""
-        return max((w for w, seen in self.wishes if seen == set(self.sources)), key=lambda w: w.high - w.low, default=None)
+        return max((w for w, seen in self.wishes if seen >= set(self.sources)), key=lambda w: w.high - w.low, default=None)
 
 
 def _groups(graph: fx.Graph, context: Context, moves: Mapping[fx.Node, list[fx.Node]]) -> list[_Group]:
     """The groups of values that go into convolutions on codes, in the order of these."""
-    behind: dict[fx.Node, tuple[set[fx.Node], set[fx.Node]]] = {}       # of each value: what it is moved from, and the sources among that
+    behind: dict[fx.Node, set[fx.Node]] = {}            # of each value: what it is moved from
+    known: dict[fx.Node, set[fx.Node]] = {}             # and the sources whose range is that of the value
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        from_ = [behind[s] for s in moves.get(node, ())]
-        behind[node] = ({node}.union(*(f[0] for f in from_)), set().union(*(f[1] for f in from_)) if node in moves else {node})
+        sources = moves.get(node, [])
+        behind[node] = {node}.union(*(behind[s] for s in sources))
+        known[node] = set().union(*(known[s] for s in sources if _keeps_range(node, s))) if node in moves else {node}
     found: list[_Group] = []
     for node in graph.nodes:
         wish = _wish_of(node, context)
         if wish is None:
             continue
-        values, sources = behind[argument(node, "x")]
+        values = behind[argument(node, "x")]
         joined = [g for g in found if not values.isdisjoint(g.members)]
-        group = _Group([], [], [(wish, sources)])
+        group = _Group([], [], [(wish, known[argument(node, "x")])])
         for other in joined:
             found.remove(other)
             group.wishes = other.wishes + group.wishes
@@ -151,6 +152,25 @@ def _groups(graph: fx.Graph, context: Context, moves: Mapping[fx.Node, list[fx.N
         group.sources = [n for n in group.members if n not in moves]
         found.append(group)
     return found
+
+
+def _keeps_range(moved: fx.Node, source: fx.Node) -> bool:
+    """Has who saw the moved value seen the range of its source, as far as anybody reads that?"""
+    small, large = shape_of(moved) or (), shape_of(source) or ()
+    if _name(moved) == "interpolate":
+        return all(a >= b for a, b in zip(small[2:], large[2:], strict=True))          # each pixel is there
+    if moved.target in (F.max_pool2d, torch.max_pool2d):
+        pool = _pool(moved)
+        assert pool is not None
+        whole = pool.stride[0] <= pool.kernel[0] and pool.stride[1] <= pool.kernel[1]
+        return whole and _is_positive(source) and set(source.users) == {moved}         # the largest are seen, and the smallest is 0
+    return True
+
+
+def _is_positive(node: fx.Node) -> bool:
+    """Does it end in an activation that gives no negative numbers?"""
+    found = (argument(node, "activation"), argument(node, "low")) if is_conv(node) else epilogue_of(node)
+    return found is not None and (found[0] in (3, 5) or (found[0] == 1 and found[1] >= 0))
 
 
 def _makes_codes(node: fx.Node, codes: Mapping[fx.Node, fx.Node]) -> bool:
@@ -168,13 +188,14 @@ def _makes_codes(node: fx.Node, codes: Mapping[fx.Node, fx.Node]) -> bool:
 
 def _place(program: Program, context: Context) -> bool:
     """Puts quantize and dequantize around the values that are to be codes; has that changed anything?"""
-    graph = program.graph
+    graph, writers = program.graph, writers_of(program.graph)
     moves = {node: sources for node in graph.nodes if (sources := _moved_from(node)) is not None}
     codes: dict[fx.Node, fx.Node] = {}
     for group in _groups(graph, context, moves):
         wish = group.format()
         reason = "no convolution on codes computes it" if not any(_makes_codes(node, codes) for node in group.sources) \
-            else "it is changed in place" if any(_written(node) for node in group.members) \
+            else "it is changed in place" if any(changed_after(node, writers) for node in group.members) \
+            else "it is no float, or of several dtypes" if not _are_floats(group.members) \
             else "no reader has seen the range of all of them" if wish is None else ""
         program.log += tuple(("as codes", node.name, reason) for node in group.sources)
         if reason or wish is None:
@@ -192,11 +213,9 @@ def _place(program: Program, context: Context) -> bool:
     return bool(codes)
 
 
-def _written(node: fx.Node) -> bool:
-    """Is the value changed in place after others have read it?"""
-    writers = [u for u in node.users if u.args and u.args[0] is node]
-    return len(node.users) > 1 and any((_name(u).endswith("_") and not _name(u).endswith("__")) or _name(u).strip("_") in IN_PLACE
-                                       or u.kwargs.get("inplace") is True for u in writers)
+def _are_floats(nodes: list[fx.Node]) -> bool:
+    dtypes = {value.dtype if (value := meta_of(node).get("value")) is not None else None for node in nodes}
+    return len(dtypes) == 1 and all(dtype is not None and dtype.is_floating_point for dtype in dtypes)
 
 
 def _name(node: fx.Node) -> str:
@@ -242,7 +261,7 @@ def _codes_of(graph: fx.Graph, node: fx.Node, sources: list[fx.Node] | None, cod
 def _after(node: fx.Node) -> fx.Node:
     """Where a node that reads this one may stand."""
     after = node.next
-    while after.op == "placeholder":
+    while after.op in ("placeholder", "get_attr"):                     # the formats of inputs are read there
         after = after.next
     return after
 
