@@ -18,12 +18,12 @@ from ..capture.operators import SIZE_NUMBERS, STRIDE_NUMBERS, is_mutating, name_
 __all__ = ["changed_after", "changed_between", "writers_of"]
 
 FRESH = {
-    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear", "matmul", "bmm", "addmm", "einsum",
-    "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "add", "sub", "mul", "div", "truediv", "pow", "neg", "abs",
-    "exp", "sqrt", "rsqrt", "cat", "concat", "stack", "relu", "relu6", "hardtanh", "leaky_relu", "gelu", "silu", "sigmoid", "tanh", "hardswish",
-    "hardsigmoid", "elu", "selu", "mish", "softplus", "prelu", "softmax", "clamp", "clip", "where", "mean", "sum", "amax", "max_pool1d",
-    "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d", "interpolate", "embedding",
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear", "matmul", "bmm", "addmm",
+    "einsum", "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "add", "sub", "mul", "div", "truediv", "pow",
+    "neg", "abs", "exp", "sqrt", "rsqrt", "cat", "concat", "stack", "relu", "relu6", "hardtanh", "leaky_relu", "gelu", "silu",
+    "sigmoid", "tanh", "hardswish", "hardsigmoid", "elu", "selu", "mish", "softplus", "prelu", "softmax", "clamp", "clip", "where",
+    "mean", "sum", "amax", "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d", "adaptive_avg_pool3d", "interpolate", "embedding",
 } | SIZE_NUMBERS | STRIDE_NUMBERS
 FACTS = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad"}         # of getattr
 
