@@ -14,7 +14,7 @@
 #include <omp.h>
 #endif
 
-enum { NEAR = 192 << 10 };                             /* bytes of images that are used by all panels before the next ones */
+enum { NEAR = 192 << 10, ROUND = 512 << 10 };          /* bytes of images that are used by all panels before the next ones; of a round */
 
 /* Results `first`, `first + step`, ... of each dimension, `count` of them, from pixels `stride` apart; their runs. */
 typedef struct {
@@ -31,6 +31,7 @@ typedef struct {
     phase *phases;
     run *runs;
     int64_t number, panels, each, bytes, units;        /* phases; panels of all groups, of a group; bytes of a panel; pieces of a sample */
+    int64_t together, sample;                          /* samples of a round; bytes of one in the frames */
     int columns, level, zero, framed;
     frame f;
     int32_t *start;                                    /* [phases][panels][columns] */
@@ -145,7 +146,9 @@ static int make_plan(job *j) {
         all += j->panels * (j->way ? j->way->bytes(p->number, p->length) : depthwise_bytes(p->number));
     }
     j->f.plane = pixels_of(j->f.size) * l->in + 2 * WIDEST;            /* tiles read to the end of a word, or of WIDEST channels */
-    j->f.data = j->framed ? aligned((size_t)(j->f.plane * (j->f.wide ? 2 : l->levels))) : NULL;
+    j->sample = j->f.plane * (j->f.wide ? 2 : l->levels);
+    j->together = least(l->n, most(1, ROUND / j->sample));
+    j->f.data = j->framed ? aligned((size_t)(j->together * j->sample)) : NULL;
     j->packed = aligned((size_t)all);
     j->start = aligned((size_t)(j->number * j->panels * j->columns) * sizeof(int32_t));
     if ((j->framed && !j->f.data) || !j->packed || !j->start) return 0;
@@ -188,15 +191,15 @@ static void pack(const job *j, int64_t i) {
                  p->packed + i % j->panels * j->way->bytes(p->number, p->length), start);
 }
 
-/* Piece `unit` of a phase for one panel, of sample n whose scale is s. */
-static void compute(const job *j, const phase *p, int64_t unit, int64_t panel, int64_t n, float s) {
+/* Piece `unit` of a phase for one panel, of sample n whose scale is s: it is number `k` of its round. */
+static void compute(const job *j, const phase *p, int64_t unit, int64_t panel, int64_t n, int64_t k, float s) {
     const convolution *l = j->l;
     const columns_of here = panel_at(j, panel);
     const int64_t line = unit / p->pieces, part = unit % p->pieces, from = share(p->pixels, (int)part, (int)p->pieces),
                   pixels = share(p->pixels, (int)part + 1, (int)p->pieces) - from, a = line / p->count[1], b = line % p->count[1];
     const int size = j->f.wide ? 2 : 1, levels = l->levels == 2 && !j->f.wide ? 2 : 1;
     const int64_t step = p->stride[2] * l->in;
-    const char *x = j->framed ? j->f.data : (const char *)l->x + n * pixels_of(l->size) * l->in;
+    const char *x = j->framed ? j->f.data + k * j->sample : (const char *)l->x + n * pixels_of(l->size) * l->in;
     x += (((a * p->stride[0] * j->f.size[1] + b * p->stride[1]) * j->f.size[2] + from * p->stride[2]) * l->in + here.input) * size;
     const int32_t *start = j->start + ((p - j->phases) * j->panels + panel) * j->columns;
     const char *packed = p->packed + panel * (j->way ? j->way->bytes(p->number, p->length) : depthwise_bytes(p->number));
@@ -228,17 +231,18 @@ static void compute(const job *j, const phase *p, int64_t unit, int64_t panel, i
     finish(l, &result, j->level);
 }
 
-/* Units from `first` to `last` (in the order of phases) of panels from `from` to `to`: as many units at a time as stay near. With `packs`
-   a panel is packed where it is used first, so that it is still near. */
-static void compute_some(const job *j, int64_t first, int64_t last, int64_t from, int64_t to, int64_t n, float s, int packs) {
+/* Units from `first` to `last` of `count` samples from n on (in the order of phases, and there of samples), of panels from `from` to `to`:
+   as many units at a time as stay near. With `packs` a panel is packed where it is used first, so that it is still near. */
+static void compute_some(const job *j, int64_t first, int64_t last, int64_t from, int64_t to, int64_t n, int64_t count, const float *scales,
+                         int packs) {
     for (int64_t i = 0; i < j->number; i++) {
         const phase *p = j->phases + i;
-        const int64_t all = p->lines * p->pieces, end = least(last, all);
+        const int64_t each = p->lines * p->pieces, all = each * count, end = least(last, all), start = most(first, 0);
         const int64_t bytes = p->pixels / most(p->pieces, 1) * p->stride[2] * p->stride[1] * j->l->in, some = most(1, NEAR / most(bytes, 1));
-        for (int64_t u = most(first, 0); u < end; u += some)
+        for (int64_t u = start; u < end; u += some)
             for (int64_t panel = from; panel < to; panel++) {
-                if (packs && u == most(first, 0)) pack(j, i * j->panels + panel);
-                for (int64_t v = u; v < least(end, u + some); v++) compute(j, p, v, panel, n, s);
+                if (packs && u == start) pack(j, i * j->panels + panel);
+                for (int64_t v = u; v < least(end, u + some); v++) compute(j, p, v % each, panel, n + v / each, v / each, scales[n + v / each]);
             }
         first -= all;
         last -= all;
@@ -262,7 +266,7 @@ int inro_convolution(const convolution *l) {
     float *scales = aligned((size_t)l->n * sizeof(float));
     int failed = !scales || !make_plan(&j), floats = 0;
     const double products = (double)l->n * pixels_of(l->result) * l->out * (l->in / l->groups) * pixels_of(l->kernel);
-    const int64_t weights = l->out * (l->in / l->groups) * pixels_of(l->kernel), images = j.f.plane * (j.f.wide ? 2 : l->levels);
+    const int64_t weights = l->out * (l->in / l->groups) * pixels_of(l->kernel);
     const int threads = failed ? 1 : inro_threads(l->threads, products / (l->transposed ? pixels_of(l->stride) : 1) * l->levels);
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -275,7 +279,7 @@ int inro_convolution(const convolution *l) {
         int mine = 0;
         for (int64_t n = share(l->n, part, parts); n < share(l->n, part + 1, parts) && !failed; n++) mine |= scale_of(l, n, scales + n);
         /* large weights beside small images: each thread has panels of its own, else pieces */
-        const int by_panels = parts == 1 || (j.panels >= parts && (j.units < 4 * parts || weights > images));
+        const int by_panels = parts == 1 || (j.panels >= parts && (j.units * j.together < 4 * parts || weights > j.sample * j.together));
         if (!by_panels)
             for (int64_t i = share(packs, part, parts); i < share(packs, part + 1, parts); i++) pack(&j, i);
         if (mine) {
@@ -283,18 +287,23 @@ int inro_convolution(const convolution *l) {
             floats = 1;
         }
         #pragma omp barrier
-        for (int64_t n = 0; n < l->n && !failed; n++) {
-            if (j.framed && fill_frame(l, n, 1.0f / scales[n], &j.f, share(rows, part, parts), share(rows, part + 1, parts), j.level)) {
-                #pragma omp atomic write
-                floats = 1;
+        for (int64_t n = 0; n < l->n && !failed; n += j.together) {
+            const int64_t count = least(j.together, l->n - n), units = j.units * count;
+            for (int64_t k = 0; k < count && j.framed; k++) {
+                frame to = j.f;
+                to.data += k * j.sample;
+                if (fill_frame(l, n + k, 1.0f / scales[n + k], &to, share(rows, part, parts), share(rows, part + 1, parts), j.level)) {
+                    #pragma omp atomic write
+                    floats = 1;
+                }
             }
             #pragma omp barrier
             int stop;                                  /* nobody writes it between these barriers: all threads leave together */
             #pragma omp atomic read
             stop = floats;
             if (stop) break;
-            if (by_panels) compute_some(&j, 0, j.units, share(j.panels, part, parts), share(j.panels, part + 1, parts), n, scales[n], n == 0);
-            else compute_some(&j, share(j.units, part, parts), share(j.units, part + 1, parts), 0, j.panels, n, scales[n], 0);
+            if (by_panels) compute_some(&j, 0, units, share(j.panels, part, parts), share(j.panels, part + 1, parts), n, count, scales, n == 0);
+            else compute_some(&j, share(units, part, parts), share(units, part + 1, parts), 0, j.panels, n, count, scales, 0);
             #pragma omp barrier
         }
         if (!failed && j.way && j.way->leave) j.way->leave();
