@@ -94,11 +94,9 @@ def _late_imports() -> None:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """The modes of torch inside are those of plain inference, whatever the caller's are. Afterwards its generator is as it was: a model
-    may draw while it is traced and not when it runs, for it asks whether gradients are enabled."""
+    """The modes of torch inside are those of plain inference, whatever the caller's are."""
     _late_imports()
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), \
-            torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
 

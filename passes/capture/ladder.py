@@ -54,7 +54,12 @@ def capture(root: nn.Module, example: Example, mode: str = "auto", rungs: tuple[
     if mode != "export" and unreached:
         with listening(root):
             _capture_unreached(session)
-    return session, want, example
+    return session, want, _drawing(session, example)
+
+
+def _drawing(session: Session, example: Example) -> Example:
+    """The example, whose runs leave the generators of all threads alone where traced code draws."""
+    return dataclasses.replace(example, draws=True) if session.drew and not session.modeless else example
 
 
 def _note_state(session: Session, written: dict[str, Tensor], replaced: tuple[str, ...]) -> None:
@@ -150,7 +155,7 @@ def _try_rung(session: Session, rung: str, example: Example, want: Any, others: 
     session.state.restore()
     for path, program in {**session.layers, **session.captures}.items():
         attach_program(session.root.get_submodule(path), program)
-    for label, inputs, expected in (("on the example", example, want), *others):
+    for label, inputs, expected in (("on the example", _drawing(session, example), want), *others):
         try:
             session.state.restore()
             rewind(session.root, session.as_they_were)

@@ -48,6 +48,7 @@ class Session:
         self.leaves: set[str] = set()                   # modules that must not be traced into
         self.draws = OwnDraws()
         self.modeless = False                           # has it functions that torch compiles when they run, which works under no mode?
+        self.drew = False                               # has traced code drawn? It may where the model's own run does not
         self.model_draws_outside = False                # from Python's or numpy's
         self.ignores_draws = True                       # does the output stay the same whatever Python and numpy draw?
         self.hooked = {path for path, m in root.named_modules() if has_foreign_hooks(m)}

@@ -317,6 +317,7 @@ class Tracer:
                 return target(*args, **kwargs) if kind == "call_function" else getattr(args[0], target)(*args[1:], **kwargs)
         finally:
             if draws.drew:
+                self.session.drew = True
                 self.effect = self.effect or f"drawing random numbers at {where()}"
             draws.drew = draws.drew or before
 
