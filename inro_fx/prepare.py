@@ -195,7 +195,9 @@ def calibrated(model: nn.Module, example: Example, options: Options, calibration
     if not kept:
         raise InputError("calibration gives no inputs: give at least one, like example_inputs")
     observers: dict[str, Any] = {name: prepared.get_submodule(path) for name, path in record.observers.items()}
-    return quantize(model if options.inplace else float_model(prepared, record), example, kept, options, observers)
+    base = model if options.inplace else float_model(prepared, record)
+    del prepared                                             # in place, floats are freed one by one: nothing else may hold them
+    return quantize(base, example, kept, options, observers)
 
 
 def examples_of(calibration: Iterable[Any]) -> Iterator[Example]:

@@ -47,8 +47,7 @@ class Choice:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("c", "cpu", lambda case: refuse(case.op, case.dtype, case.bits, case.group, case.columns, case.rows,
-                                              case.density)),
+    Kernel("c", "cpu", lambda case: refuse(case.op, case.dtype, case.bits, case.group, case.columns, case.rows, case.density)),
     Kernel("torch", "any", lambda case: None),          # the references in ops/
 )
 

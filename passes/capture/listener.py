@@ -295,7 +295,7 @@ def _may_be_tensor(path: str, names: dict[str, Any]) -> bool:
         if not isinstance(held, (type, types.ModuleType)):
             return True
         held = inspect.getattr_static(held, name, None)
-    return isinstance(held, torch.Tensor)
+    return held is None or isinstance(held, torch.Tensor)             # None may be one later
 
 
 def _differs(name: str, held: Any, before: Any) -> bool:

@@ -26,7 +26,7 @@ from ..carriers import name_of_target
 from ..program import Context, Program, Value, annotate, copied, meta_of, shape_of
 from .driver import apply_rules
 from .epilogues import CODES, argument, epilogue_of, give, is_conv
-from .writes import changed_after, writers_of
+from .writes import changed_after, last_writers
 
 __all__ = ["integers"]
 
@@ -188,7 +188,7 @@ def _makes_codes(node: fx.Node, codes: Mapping[fx.Node, fx.Node]) -> bool:
 
 def _place(program: Program, context: Context) -> bool:
     """Puts quantize and dequantize around the values that are to be codes; has that changed anything?"""
-    graph, writers = program.graph, writers_of(program.graph)
+    graph, writers = program.graph, last_writers(program.graph)
     moves = {node: sources for node in graph.nodes if (sources := _moved_from(node)) is not None}
     codes: dict[fx.Node, fx.Node] = {}
     for group in _groups(graph, context, moves):

@@ -5,17 +5,14 @@ An operator gives back memory of its own, or may give back that of its inputs, a
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from torch import fx
 
 from ..capture.operators import SIZE_NUMBERS, STRIDE_NUMBERS, is_mutating, name_of
 
-__all__ = ["changed_after", "changed_between", "writers_of"]
+__all__ = ["changed_after", "changed_between", "last_writers"]
 
 FRESH = {
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear", "matmul", "bmm", "addmm",
@@ -28,15 +25,14 @@ FRESH = {
 FACTS = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad"}         # of getattr
 
 
-def writers_of(graph: fx.Graph) -> list[fx.Node]:
-    """The calls that change a tensor in place, in order."""
-    return [node for node in graph.nodes if _writes(node)]
+def last_writers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Of each value whose memory is changed in place, the last call that does."""
+    return {target: node for node in graph.nodes if _writes(node) for target in _targets(node)}
 
 
-def changed_after(node: fx.Node, writers: Iterable[fx.Node]) -> bool:
-    """Does one of the ``writers`` that come after ``node`` change its memory?"""
-    bases = _bases(node)
-    return any(not bases.isdisjoint(_targets(w)) for w in writers if node < w)
+def changed_after(node: fx.Node, writers: Mapping[fx.Node, fx.Node]) -> bool:
+    """Does one of the `last_writers` that come after ``node`` change its memory?"""
+    return any(base in writers and node < writers[base] for base in _bases(node))
 
 
 def changed_between(start: fx.Node, end: fx.Node, values: Iterable[Any]) -> bool:
@@ -51,22 +47,7 @@ def changed_between(start: fx.Node, end: fx.Node, values: Iterable[Any]) -> bool
 
 
 def _writes(node: fx.Node) -> bool:
-    if node.op not in ("call_function", "call_method"):
-        return False
-    place = _place_of_inplace(node.target) if node.op == "call_function" and callable(node.target) else None
-    return is_mutating(node.target, node.kwargs) or (place is not None and len(node.args) > place and node.args[place] is True)
-
-
-@functools.cache
-def _place_of_inplace(function: Callable[..., Any]) -> int | None:
-    """Where a function of torch.nn.functional takes ``inplace``."""
-    if getattr(F, getattr(function, "__name__", ""), None) is not function:
-        return None
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return None
-    return names.index("inplace") if "inplace" in names else None
+    return node.op in ("call_function", "call_method") and is_mutating(node.target, node.kwargs)
 
 
 def _targets(writer: fx.Node) -> set[fx.Node]:
