@@ -17,6 +17,7 @@ from inro_fx.ops import conv_static as static
 from inro_fx.ops.conv import channels_of, convolution_shape, float_conv, weight_of
 from inro_fx.ops.max_pool2d import reference as max_pool_reference
 from inro_fx.ops.quantize import quantize_reference, side_by_side
+from inro_fx.passes.scheme import Layout
 
 OPS = torch.ops.inro_fx
 needs_library = pytest.mark.skipif(best_level() < 0, reason="the C library was not built")
@@ -537,3 +538,13 @@ def test_a_sample_with_nan_leaves_the_others_alone(scheme, threads):
                 torch.testing.assert_close(got[[0, 2, 3]], want[[0, 2, 3]], rtol=0, atol=2e-3 if scheme == "int8" else 1e-6)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", [(6, 1, 3, 3), (6, 4, 1, 1), (6, 4, 3, 2)])
+def test_unpacked_weights_lie_as_weights_do(shape):
+    """torch lets results lie in channels_last where a weight seems to, were it for lack of channels or taps only."""
+    weight = torch.randn(shape)
+    layout = Layout.of(shape, (1, 2, 3), taps_first=True)
+    restored = layout.restore(layout.matrix(weight).clone())
+    assert torch.equal(restored, weight)
+    assert restored.stride() == weight.stride()

@@ -259,3 +259,14 @@ class OneBias(nn.Module):
 def test_a_cell_with_one_bias_keeps_it(which):
     model, inputs = OneBias(which), (torch.randn(3, 8), torch.randn(3, 16))
     assert relative(model(*inputs), inro_fx.quantize_graph(model, inputs)(*inputs)) < 0.02
+
+
+def test_peaks_of_the_input_leave_the_rest_its_digits():
+    """What comes from outside keeps 15 bits; states, which lie within -1 and 1, have 8."""
+    model, x = Layer("lstm", num_layers=2), torch.randn(6, 3, 8) * 0.1
+    x[..., 0] += 30.0
+    with torch.no_grad():
+        model.rnn.weight_ih_l0[:, 0] *= 0.01
+    small = inro_fx.quantize_graph(model.eval(), x, "int8_dynamic")
+    with torch.no_grad():
+        assert relative(with_codes(model, small)(x)[0], small(x)[0]) < 0.02
