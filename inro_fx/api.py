@@ -13,18 +13,19 @@ from .passes.capture.example import Example
 from .passes.program import Pass
 from .passes.scheme import Scheme
 from .prepare import Prepared, calibrated, converted, examples_of, prepare_calibration, prepare_training
-from .steps import apart, options_of, quantize
+from .solvers import Solver
+from .steps import MOST_MEASURED, apart, options_of, quantize
 
 __all__ = ["convert_graph", "prepare_graph", "quantize_graph"]
 
-MOST_CALIBRATION = 8            # batches of calibration data on which errors are measured
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "int8", *,
                    overrides: Mapping[Any, Any] | None = None, calibration: Iterable[Any] | None = None,
                    capture: str = "auto", inplace: bool = False, fold_batchnorm: bool = False,
-                   strict: bool = False, passes: Sequence[Pass] = ()) -> Model:
+                   strict: bool = False, passes: Sequence[Pass] = (), solver: str | Solver = "nearest",
+                   bias_correction: bool = False) -> Model:
     """A model that does the same job as ``model`` with integer weights.
 
     Parameters
@@ -69,19 +70,23 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
     >>> small(torch.randn(3, 64)).shape, small[0].weight_codes.dtype
     (torch.Size([3, 10]), torch.int8)
     """
-    options = options_of(model, scheme, overrides, capture, inplace, fold_batchnorm, strict, passes)
+    options = options_of(model, scheme, overrides, capture, inplace, fold_batchnorm, strict, passes, solver, bias_correction)
     example = Example.of(example_inputs)
     with apart():
         if options.calibrates:
-            return calibrated(model, example, options, calibration, MOST_CALIBRATION)          # type: ignore[return-value]
-        return quantize(model, example, _first(calibration, example), options)          # type: ignore[return-value]
+            return calibrated(model, example, options, calibration)          # type: ignore[return-value]
+        if options.solves and calibration is None:
+            raise InputError(f"the solver {options.solver.name} needs calibration data: give calibration=, a series of inputs like "
+                             f"example_inputs, or use solver='search', which needs none")
+        batches = _first(calibration, example, None if options.solves else MOST_MEASURED)
+        return quantize(model, example, batches, options)          # type: ignore[return-value]
 
 
-def _first(calibration: Iterable[Any] | None, example: Example) -> list[Example]:
-    """The inputs on which errors are measured."""
+def _first(calibration: Iterable[Any] | None, example: Example, most: int | None = MOST_MEASURED) -> list[Example]:
+    """The inputs on which errors are measured, and from which weights are solved."""
     if calibration is None:
         return [example]
-    batches = list(itertools.islice(examples_of(calibration), MOST_CALIBRATION))
+    batches = list(itertools.islice(examples_of(calibration), most))
     if not batches:
         raise InputError("calibration gives no inputs: give at least one, like example_inputs")
     return batches

@@ -118,7 +118,7 @@ names = _list(text)
 
 ROW = _record(layer=text, op=text, shape=shape, scheme=text, scale_min=maybe, scale_mean=maybe, scale_max=maybe, weight_error=number,
               weight_sqnr=number, weight_max=number, isolated=maybe, propagated=maybe, float_bytes=size, quantized_bytes=size, kernel=text,
-              note=text, entropy=maybe, observer=text, clipped=maybe, count=size, weight=text)
+              note=text, entropy=maybe, observer=text, clipped=maybe, count=size, weight=text, share=maybe, solver=text)
 SCHEMA = _record(
     format_version=size, inro_fx=text, torch=text, model=text, strict=flag,
     weights=_list(_record(module=text, name=text, buffers=names, holder=text, stored=names, scheme=size, shape=shape, view=shape,
@@ -131,7 +131,7 @@ SCHEMA = _record(
     records=_table(_record(
         rows=_list(ROW), skipped=_list(_record(layer=text, shape=shape, reason=text, float_bytes=size)), steps=_list(_pair(text, text)),
         regions=_list(_pair(text, text)), nodes=size, guards=names, output_error=number, float_bytes=size,
-        errors=_list(_pair(text, text, maybe)))))
+        errors=_list(_pair(text, text, maybe)), unshared=text)))
 
 
 def checked(data: Any, file: str, version: str) -> Manifest:

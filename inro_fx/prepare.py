@@ -25,7 +25,7 @@ from .passes.scheme import activation_of_scheme
 from .passes.solve.plan import Plan, find_targets, plan
 from .passes.verify import verify
 from .progress import progress_bar
-from .steps import Options, captured, forget_calls_of, options_of, quantize, try_inputs
+from .steps import MOST_MEASURED, Options, captured, forget_calls_of, options_of, quantize, try_inputs
 from .training import FakeQuantizedInput, FakeQuantizedWeight, InputHook
 
 __all__ = ["Prepared", "calibrated", "converted", "examples_of", "prepare_calibration", "prepare_training"]
@@ -177,8 +177,8 @@ def float_model(prepared: nn.Module, record: Prepared) -> nn.Module:
     return prepared
 
 
-def calibrated(model: nn.Module, example: Example, options: Options, calibration: Iterable[Any] | None, most: int) -> nn.Module:
-    """prepare, run all of the calibration data, convert; errors are measured on the first ``most`` batches."""
+def calibrated(model: nn.Module, example: Example, options: Options, calibration: Iterable[Any] | None) -> nn.Module:
+    """prepare, run all of the calibration data, convert."""
     if calibration is None:
         raise InputError(f"the scheme {options.default.name} needs calibration data: give calibration=, inputs like "
                          f"example_inputs, or use int8_dynamic, which needs none")
@@ -190,7 +190,7 @@ def calibrated(model: nn.Module, example: Example, options: Options, calibration
         for number, inputs in enumerate(examples_of(calibration)):
             inputs = dataclasses.replace(inputs, draws=record.example.draws)
             try_inputs(prepared, inputs, f"batch {number} of calibration")
-            kept += [inputs] if len(kept) < most else []
+            kept += [inputs] if options.solves or len(kept) < MOST_MEASURED else []
             tick()
     if not kept:
         raise InputError("calibration gives no inputs: give at least one, like example_inputs")

@@ -33,7 +33,7 @@ from .passes.solve.plan import Plan, Target, Weight
 
 __all__ = ["ProgramCalls", "Report", "Row", "Skipped", "report"]
 
-WIDTH = 120                # columns of the printed table
+WIDTH = 132                # columns of the printed table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,8 @@ class Row:
     observer: str = ""                     # what found the range of a static layer's inputs
     clipped: float | None = None           # the share of the calibration data outside of that range
     weight: str = ""                       # the path of the weight, under the first of its names
+    solver: str = "nearest"                # what chose the codes
+    share: float | None = None             # of the error of the output: what this weight's error does to it, to first order
     count: int = 1                         # how often the example's code does this: steps of a loop share a row, with the largest errors
 
     @property
@@ -94,6 +96,7 @@ class Record:
     output_error: float
     float_bytes: int                            # of every tensor that the float model stores
     errors: dict[tuple[str, str], float | None]  # (path of the program, its node) -> propagated or isolated error, for drawing
+    unshared: str = ""                          # why rows have no share of the output's error
 
 
 def stored_bytes(model: nn.Module) -> int:
@@ -113,7 +116,7 @@ def stored_bytes(model: nn.Module) -> int:
 
 
 def make_record(session: Session, chosen: Plan, targets: list[Target], programs: Mapping[str, Program], errors: Mapping[Any, Any],
-                facts: Mapping[str, Any], want: Any, got: Any, float_bytes: int) -> Record:
+                facts: Mapping[str, Any], want: Any, got: Any, float_bytes: int, shares: Mapping[str, float] | str) -> Record:
     rows: list[Row] = []
     counted: set[str] = set()
     folded: dict[Any, int] = {}
@@ -141,7 +144,9 @@ def make_record(session: Session, chosen: Plan, targets: list[Target], programs:
             quantized_bytes=fact["bytes"] if first else 0, kernel=kernel,
             note=f"shares the codes of {constant.name}" if not first else
             "the example does not reach it" if session.kind_of(target.capture) == "unreached" else note,
-            entropy=fact["entropy"], observer=weight.observer, clipped=weight.clipped, weight=constant.name))
+            entropy=fact["entropy"], observer=weight.observer, clipped=weight.clipped, weight=constant.name,
+            solver=chosen.solvers.get(constant.name, "nearest"),
+            share=shares.get(constant.name) if first and not isinstance(shares, str) else None))
     skipped = [Skipped(s.constant.name, s.constant.shape, s.reason, s.constant.bytes) for s in chosen.skips]
     by_node: dict[tuple[str, str], float | None] = {}
     for target in targets:
@@ -153,7 +158,8 @@ def make_record(session: Session, chosen: Plan, targets: list[Target], programs:
     root = session.captures.get("")
     return Record(rows, skipped, list(session.steps), sorted(session.refusals.items()),
                   len(root.graph.nodes) if root is not None else 0,
-                  [str(g) for p in session.captures.values() for g in p.guards if g.where], _worst(want, got), float_bytes, by_node)
+                  [str(g) for p in session.captures.values() for g in p.guards if g.where], _worst(want, got), float_bytes, by_node,
+                  shares if isinstance(shares, str) else "")
 
 
 def _larger(a: float | None, b: float | None) -> float | None:
@@ -244,6 +250,13 @@ class Report:
     programs: list[ProgramCalls]
     codes: list[str] = dataclasses.field(default_factory=list)
     islands: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    unshared: str = ""
+
+    @property
+    def sum_of_shares(self) -> float | None:
+        """The shares of all rows added up: 1, but for rounded activations and terms of second order; None where there are none."""
+        shares = [r.share for r in self.rows if r.share is not None]
+        return sum(shares) if shares else None
 
     @property
     def coverage(self) -> float:
@@ -253,8 +266,9 @@ class Report:
         return quantized / total if total else 0.0
 
     def worst(self, count: int = 5) -> list[Row]:
-        """The rows with the largest isolated error first."""
-        return sorted(self.rows, key=lambda r: -(r.isolated if r.isolated is not None else r.weight_error))[:count]
+        """The rows with the largest share of the output's error first, those without one by their isolated error after them."""
+        return sorted(self.rows, key=lambda r: (r.share is None, -abs(r.share or 0.0),
+                                                -(r.isolated if r.isolated is not None else r.weight_error)))[:count]
 
     # -- forms --
 
@@ -286,6 +300,8 @@ class Report:
             columns = [(head, align, [text(row) for row in self.rows]) for head, align, text in COLUMNS]
             if not any(r.observer for r in self.rows):
                 columns = [c for c in columns if c[0] not in ("inputs", "clipped")]
+            if not any(r.solver != "nearest" for r in self.rows):
+                columns = [c for c in columns if c[0] != "solver"]
             if len({r.scheme for r in self.rows}) == 1:
                 columns = [c for c in columns if c[0] != "scheme"]           # the totals name it
             # tabulate puts two spaces between columns, and gives a header two of its own
@@ -307,6 +323,12 @@ class Report:
                  f"{self.coverage:.1%} of the weight bytes are codes",
                  f"schemes       {', '.join(dict.fromkeys(r.scheme for r in self.rows)) or 'none'}",
                  f"final output  relative error {_percent(self.output_error)} on the example"]
+        total = self.sum_of_shares
+        if total is not None:
+            first = [f"{r.layer} ({r.share:.0%})" for r in self.worst(3) if r.share is not None]
+            lines.append(f"whose error   most of it: {', '.join(first)}; the shares add up to {total:.2f}")
+        elif self.unshared:
+            lines.append(f"whose error   not known: {self.unshared}")
         if self.codes or self.islands:
             reasons = dict.fromkeys(why for _, why in self.islands)
             floats = "; ".join(f"{', '.join(name for name, why in self.islands if why == reason)} ({reason})" for reason in reasons)
@@ -353,7 +375,7 @@ def report(model: nn.Module) -> Report:
     codes = [f"{path}: {node}" if path else node for (path, node), why in values.items() if not why]
     islands = [(f"{path}: {node}" if path else node, why) for (path, node), why in values.items() if why]
     return Report(rows, [*record.skipped, *put], record.float_bytes, stored_bytes(model), record.output_error, record.steps,
-                  record.regions, record.nodes, record.guards, dict(outside), programs, codes, islands)
+                  record.regions, record.nodes, record.guards, dict(outside), programs, codes, islands, record.unshared)
 
 
 # ---- numbers as text ----
@@ -399,11 +421,13 @@ COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (       # of the pr
     ("op", "left", lambda r: r.op if r.count == 1 else f"{r.op} x{r.count}"),
     ("shape", "left", lambda r: _shape(r.shape)),
     ("scheme", "left", lambda r: r.scheme),
+    ("solver", "left", lambda r: r.solver),
     ("scale\nmean", "right", lambda r: "" if r.scale_mean is None else f"{r.scale_mean:.2g}"),
     ("SQNR\ndB", "right", lambda r: _decibel(r.weight_sqnr)),
     ("bits", "right", lambda r: "" if r.entropy is None else f"{r.entropy:.1f}"),
     ("isolated\nerror", "right", lambda r: _percent(r.isolated)),
     ("propag.\nerror", "right", lambda r: _percent(r.propagated)),
+    ("share", "right", lambda r: "" if r.share is None else f"{r.share:.1%}"),
     ("KiB", "right", lambda r: _kib(r.quantized_bytes) if r.float_bytes else "shared"),
     ("ratio", "right", lambda r: "" if r.ratio is None else f"{r.ratio:.2f}"),
     ("inputs", "left", lambda r: r.observer),

@@ -18,8 +18,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .attribution import shares_of
 from .checks import check_model
 from .errors import InputError, InroError, ModelError, SchemeError
 from .observers import Observer
@@ -43,10 +44,13 @@ from .passes.solve.plan import Overrides, Plan, Weight, find_targets, plan
 from .progress import progress_bar
 from .report import make_record, stored_bytes
 from .schemes import find_scheme
+from .solvers import Solver, find_solver, nearest
+from .solving import solve
 
 __all__ = ["Options", "apart", "captured", "install_weight", "options_of", "quantize", "try_inputs"]
 
 CAPTURES = ("auto", "export")
+MOST_MEASURED = 8               # batches of calibration data on which errors are measured
 log = logging.getLogger("inro_fx")
 
 
@@ -61,6 +65,14 @@ class Options:
     fold_batchnorm: bool = False
     strict: bool = False
     passes: tuple[Pass, ...] = ()
+    solver: Solver = nearest
+    bias_correction: bool = False
+
+    @property
+    def solves(self) -> bool:
+        """Does any weight get its codes from calibration data?"""
+        solvers = (self.solver, *self.overrides.solvers.values())
+        return self.bias_correction or any(s.needs != "nothing" for s in solvers)
 
     @property
     def calibrates(self) -> bool:
@@ -69,7 +81,7 @@ class Options:
 
 
 def options_of(model: nn.Module, scheme: Any, overrides: Any, capture: str = "auto", inplace: bool = False, fold_batchnorm: bool = False,
-               strict: bool = False, passes: Sequence[Pass] = ()) -> Options:
+               strict: bool = False, passes: Sequence[Pass] = (), solver: Any = "nearest", bias_correction: bool = False) -> Options:
     """The options of a call, checked: `ModelError`, `InputError` and `SchemeError` say what is wrong."""
     default = find_scheme(scheme)
     check_model(model, inplace=inplace)
@@ -79,8 +91,10 @@ def options_of(model: nn.Module, scheme: Any, overrides: Any, capture: str = "au
         raise SchemeError(f"overrides must be a dict of pattern: scheme, got {type(overrides).__name__}")
     if not all(callable(p) for p in passes):
         raise InputError("passes are functions (program, context) -> program: see docs/writing-a-pass.md")
-    overriding = Overrides({k: v if v is None else find_scheme(v) for k, v in (overrides or {}).items()}, model)
-    return Options(default, overriding, capture, inplace, fold_batchnorm, strict, tuple(passes))
+    pairs = {k: v if isinstance(v, tuple) and len(v) == 2 else (v, None) for k, v in (overrides or {}).items()}
+    overriding = Overrides({k: v if v is None else find_scheme(v) for k, (v, _) in pairs.items()}, model,
+                           {k: find_solver(v) for k, (_, v) in pairs.items() if v is not None})
+    return Options(default, overriding, capture, inplace, fold_batchnorm, strict, tuple(passes), find_solver(solver), bias_correction)
 
 
 @functools.cache
@@ -132,41 +146,46 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
     chosen = plan(session, targets, options.default, options.overrides)
     settle_inputs(session, chosen, observers or {}, trained)
     keep_codes(session, chosen, given)
+    solved = solve(session, chosen, targets, options, batches, {*given, *(steps or {})})
+    measured = batches[:MOST_MEASURED]
     decided = [t for t in targets if t.use.constant in chosen.weights]
     log.info("%d weights are quantized, %d stay float", len(chosen.weights), len(chosen.skips))
 
     context = Context(root, chosen.weights)
     programs = {path: run_passes(p, context, options.passes) for path, p in {**session.layers, **session.captures}.items()}
     target = _Target(model, session, chosen, folded) if options.inplace else None
-    packer = Packer(session, chosen, steps or {}, given)
+    packer = Packer(session, chosen, steps or {}, {**given, **solved.parts})
     errors: dict[Any, Any] = {}
-    with progress_bar(2 * len(decided) * len(batches), "quantizing") as tick:
-        for number, batch in enumerate(batches):
+    with progress_bar(2 * len(decided) * len(measured), "quantizing") as tick:
+        for number, batch in enumerate(measured):
             if batch is not ready:
                 try_inputs(root, batch, f"batch {number} of calibration")
-            release = (lambda name: target.take(name, packer)) if target is not None and number + 1 == len(batches) else None
+            release = (lambda name: target.take(name, packer)) if target is not None and number + 1 == len(measured) else None
             for key, found in run_float(session, batch, programs, decided, chosen.weights, packer.pack, tick, release).items():
                 errors[key] = found if key not in errors else _added(errors[key], found)
         for name in chosen.weights:
             packer.pack(name)
         session.state.restore()
+        floats = None if target is not None else clone(root) if folded else clone(model)
         if target is not None:
             root = target.root(packer)
         else:
             for weight in chosen.weights.values():
                 install_weight(root, weight)
+        _correct(root, solved.corrections)
         _install_programs(root, session, programs, options)
         with _state_kept(root, session.as_they_were):
             got = want
-            for batch in batches:
+            for batch in measured:
                 got = run_quantized(root, batch, {path: programs[path] for path in session.captures}, errors, tick)
             _refuse_failures(root)
-            if batches[-1] is not ready:
+            if measured[-1] is not ready:
                 got = run(root, ready)
+        shares = "the model was quantized in place" if floats is None else shares_of(floats, ready, chosen, want, got)
     if not options.inplace:
         rewind(root, session.as_they_were)
         make_independent(root)
-    record = make_record(session, chosen, targets, programs, errors, packer.facts, want, got, float_bytes)
+    record = make_record(session, chosen, targets, programs, errors, packer.facts, want, got, float_bytes, shares)
     for weight in chosen.weights.values():
         weight.parts = None
     forget_calls_of(root)
@@ -231,6 +250,17 @@ def install_weight(root: nn.Module, weight: Weight) -> None:
         attach_packed(owner, leaf, packed, holder, weight.buffers)
         for kind in (owner._parameters, owner._buffers):
             kind.pop(leaf, None)
+
+
+def _correct(root: nn.Module, corrections: Mapping[str, Tensor]) -> None:
+    """Adds to stored vectors, which become the model's own."""
+    for name, change in corrections.items():
+        owner, leaf = owner_of(root, name)
+        held = owner._parameters.get(leaf)
+        if held is not None:
+            owner._parameters[leaf] = nn.Parameter(held.detach() + change, held.requires_grad)
+        else:
+            owner._buffers[leaf] = owner._buffers[leaf].detach() + change
 
 
 def _install_programs(root: nn.Module, session: Session, programs: Mapping[str, Program], options: Options) -> None:

@@ -30,10 +30,11 @@ def grouped(matrix: Tensor, group: int) -> Tensor:
     return torch.nn.functional.pad(matrix, (0, groups * group - columns)).reshape(rows, groups, group)
 
 
-def scale_of(matrix: Tensor, divisor: float, group: int | None) -> Tensor:
+def scale_of(matrix: Tensor, divisor: float, group: int | None, signed: bool = False) -> Tensor:
     """The scale of each row ([out, 1]), of each group ([out, groups]) for ``group`` > 0, or of everything ([1, 1], group None).
 
-    ``group`` 0 is the whole row. A row of zeros, or of numbers too small for a float32 scale, has scale 1.
+    ``group`` 0 is the whole row. A row of zeros, or of numbers too small for a float32 scale, has scale 1. With ``signed`` the number of
+    the largest magnitude divided by the scale is -divisor, so that a scale may be negative.
 
     >>> scale_of(torch.tensor([[1., -127.], [0., 0.]]), 127, 0)
     tensor([[1.],
@@ -45,14 +46,16 @@ def scale_of(matrix: Tensor, divisor: float, group: int | None) -> Tensor:
         shape = (1 if group is None else rows, 1 if not group else -(-columns // group))
         return torch.ones(shape, dtype=torch.float32, device=work.device)
     if group is None:
-        largest = torch.maximum(work.amax(), -work.amin()).reshape(1, 1)
+        high, low = work.amax().reshape(1, 1), work.amin().reshape(1, 1)
     elif group == 0:
-        largest = torch.maximum(work.amax(1, keepdim=True), -work.amin(1, keepdim=True))
+        high, low = work.amax(1, keepdim=True), work.amin(1, keepdim=True)
     else:
         blocks = grouped(work, group)
-        largest = torch.maximum(blocks.amax(2), -blocks.amin(2))
-    scale = (largest / divisor).float()
-    return torch.where(scale >= _TINY, scale, 1.0)
+        high, low = blocks.amax(2), blocks.amin(2)
+    scale = (torch.maximum(high, -low) / divisor).float()
+    if signed:
+        scale = torch.where(high > -low, -scale, scale)
+    return torch.where(scale.abs() >= _TINY, scale, 1.0)
 
 
 def codes_of(matrix: Tensor, scale: Tensor, low: int, high: int, group: int | None, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SchemeError
+from ..numerics import Grid
 from ..observers import OBSERVERS, Observer
 from .int8_dynamic import int8_dynamic
 from .uniform import Uniform
@@ -73,7 +74,12 @@ class Int8Static(Uniform):
         return scale, 0 if self.symmetric else max(-127, min(127, round(-127 - low / scale)))
 
     def pack(self, matrix: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
-        parts = super().pack(matrix, scale)
+        return self._with_inputs(super().pack(matrix, scale))
+
+    def parts_of(self, codes: Tensor, grid: Grid) -> dict[str, Tensor]:
+        return self._with_inputs(super().parts_of(codes, grid))
+
+    def _with_inputs(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         input_scale, zero = self.input_parts()
         device = parts["codes"].device
         return {**parts, "sums": parts["codes"].sum(1, keepdim=True, dtype=torch.int32),

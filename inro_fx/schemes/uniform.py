@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import ops  # noqa: F401 - registers torch.ops.inro_fx
 from ..errors import SchemeError
-from ..numerics import codes_of, pack_bits, scale_of, storage_bits, unpack_bits
+from ..numerics import Grid, codes_of, pack_bits, scale_of, storage_bits, unpack_bits
 from ..numerics.affine import expand, grouped
 
 __all__ = ["Uniform", "uniform"]
@@ -35,6 +35,7 @@ class Uniform:
     granularity: str | int = "channel"
     low: int | None = None                 # -quant_max unless a scheme uses the lowest code too
     divisor: float | None = None           # quant_max unless a scheme says otherwise
+    full_range: bool = False               # codes from -quant_max - 1 on; scales have a sign, so that the largest |w| has the lowest code
     parts: tuple[str, ...] = dataclasses.field(default=("codes", "scale"), repr=False)
 
     def __post_init__(self) -> None:
@@ -53,7 +54,7 @@ class Uniform:
 
     @property
     def lowest(self) -> int:
-        return -self.quant_max if self.low is None else self.low
+        return self.low if self.low is not None else -self.quant_max - self.full_range
 
     @property
     def group(self) -> int:
@@ -61,8 +62,8 @@ class Uniform:
         return self.granularity if isinstance(self.granularity, int) else 0
 
     def _scale(self, matrix: Tensor) -> Tensor:
-        divisor = float(self.quant_max) if self.divisor is None else self.divisor
-        scale = scale_of(matrix, divisor, None if self.granularity == "tensor" else self.group)
+        divisor = float(self.quant_max + self.full_range) if self.divisor is None else self.divisor
+        scale = scale_of(matrix, divisor, None if self.granularity == "tensor" else self.group, self.full_range)
         if self.divisor is None:            # the scale that quantizing the result again would find, so that it changes nothing
             for _ in range(2):
                 scale = (scale * divisor / divisor).where(scale != 1, scale)
@@ -84,6 +85,15 @@ class Uniform:
         codes = codes_of(matrix, scale, self.lowest, self.quant_max, self.group, dtype)
         return {"codes": pack_bits(codes, self.bits) if self.bits < 8 else codes, "scale": scale}
 
+    def grid(self, matrix: Tensor) -> Grid:
+        """The numbers that `pack` rounds [out, in] floats to."""
+        return Grid(self._scale(matrix), None, self.lowest, self.quant_max, self.group)
+
+    def parts_of(self, codes: Tensor, grid: Grid) -> dict[str, Tensor]:
+        """[out, in] whole numbers that a solver chose on a grid -> the parts that are stored."""
+        whole = codes.to(torch.int8)
+        return {"codes": pack_bits(whole, self.bits) if self.bits < 8 else whole, "scale": grid.scale}
+
     def unpack(self, parts: Mapping[str, Any], columns: int, dtype: torch.dtype) -> Any:
         return torch.ops.inro_fx.dequantize.default(parts["codes"], parts["scale"], self.bits, self.group, columns, dtype)
 
@@ -92,7 +102,8 @@ class Uniform:
         return unpack_bits(parts["codes"], self.bits, columns) if self.bits < 8 else parts["codes"]
 
     def bound(self, matrix: Tensor) -> Tensor:
-        half = expand(self._scale(matrix), matrix.shape[1], self.group) / 2
+        step = expand(self._scale(matrix), matrix.shape[1], self.group).abs()
+        half = step * (1 if self.full_range else 0.5)            # the largest on the side without the lowest code are a step off
         rounding = torch.finfo(matrix.dtype if matrix.is_floating_point() else torch.float32).eps
         return half * (1 + 1e-6) + matrix.abs().float() * (rounding + 2**-22)
 
@@ -106,13 +117,13 @@ class Uniform:
         return f"no integer operator for {op}" + (" of fewer bits, or with groups" if op == "conv" else "")
 
 
-def uniform(quant_max: int, granularity: str | int = "channel") -> Uniform:
-    """A scheme with codes -quant_max..quant_max.
+def uniform(quant_max: int, granularity: str | int = "channel", *, full_range: bool = False) -> Uniform:
+    """A scheme with codes -quant_max..quant_max; with ``full_range`` -quant_max - 1 as well, and scales that have a sign.
 
     Raises `SchemeError` for quant_max below 1 or of 2**63 and more, and for an impossible granularity.
 
     >>> uniform(7, granularity=32)
-    Uniform(name='uniform(7, 32)', quant_max=7, granularity=32, low=None, divisor=None)
+    Uniform(name='uniform(7, 32)', quant_max=7, granularity=32, low=None, divisor=None, full_range=False)
     """
-    return Uniform(f"uniform({quant_max})" if granularity == "channel" else f"uniform({quant_max}, {granularity})",
-                   quant_max, granularity)
+    settings = [str(quant_max), *([] if granularity == "channel" else [str(granularity)]), *(["full_range"] if full_range else [])]
+    return Uniform(f"uniform({', '.join(settings)})", quant_max, granularity, full_range=full_range)

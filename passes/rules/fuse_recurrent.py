@@ -25,7 +25,7 @@ from ..solve.plan import Weight
 from .driver import Match, Rule
 from .uses import constant_chain, finds, operator_of, parts_of, used, whole
 
-__all__ = ["RECURRENT", "together"]
+__all__ = ["RECURRENT", "RecurrentCall", "groups_of", "layer_of", "together"]
 
 CELLS = {"lstm": "lstm", "gru": "gru", "rnn_tanh": "tanh", "rnn_relu": "relu"}
 
@@ -36,7 +36,7 @@ def together(*values: Any) -> tuple[Any, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
+class RecurrentCall:
     """A call of a recurrent layer or cell: its arguments, whatever its spelling."""
 
     cell: str
@@ -61,7 +61,7 @@ class _Layer:
         return len(self.params) // (self.layers * self.directions)
 
 
-def _layer(node: fx.Node) -> _Layer | None:
+def layer_of(node: fx.Node) -> RecurrentCall | None:
     """The call; None where it is spelled in a way that torch's own layers do not use."""
     name = getattr(node.target, "__name__", str(node.target))
     carrier = carrier_of(node.target)
@@ -74,14 +74,15 @@ def _layer(node: fx.Node) -> _Layer | None:
         biases = all(given_biases)
         if any(given_biases) and not biases:
             return None
-        return _Layer(CELLS[name.removesuffix("_cell")], x, None, state, tuple(params[:4 if biases else 2]), biases, single=True)
+        return RecurrentCall(CELLS[name.removesuffix("_cell")], x, None, state, tuple(params[:4 if biases else 2]), biases, single=True)
     packed = len(given) > 3 and isinstance(given[3], (list, tuple))
     x, *rest = given
     batch_sizes, rest = (rest[0], rest[1:]) if packed else (None, rest)
     if len(rest) != (7 if packed else 8) or not isinstance(rest[1], (list, tuple)):
         return None
     state, params, biases, layers, dropout, train, bidirectional, *first = rest
-    return _Layer(CELLS[name], x, batch_sizes, state, tuple(params), biases, layers, dropout if train else 0.0, bidirectional, any(first))
+    return RecurrentCall(CELLS[name], x, batch_sizes, state, tuple(params), biases, layers, dropout if train else 0.0, bidirectional,
+                         any(first))
 
 
 def _weight_of(operand: Any, context: Context) -> Weight | None:
@@ -93,7 +94,7 @@ def _weight_of(operand: Any, context: Context) -> Weight | None:
 
 
 def _refuse(match: Match, context: Context) -> str | None:
-    layer = _layer(match.root)
+    layer = layer_of(match.root)
     _, first = used(match.root, context)
     operator = first.scheme.operator("recurrent")
     if isinstance(operator, str):
@@ -102,7 +103,7 @@ def _refuse(match: Match, context: Context) -> str | None:
         return "the layer is called in another way than torch.nn does"
     if layer.dropout:
         return "dropout between the layers"
-    for group in _grouped(layer):
+    for group in groups_of(layer):
         for operand in _matrices(layer, group):
             weight = _weight_of(operand, context)
             if weight is None:
@@ -114,17 +115,17 @@ def _refuse(match: Match, context: Context) -> str | None:
     return None
 
 
-def _grouped(layer: _Layer) -> list[tuple[Any, ...]]:
+def groups_of(layer: RecurrentCall) -> list[tuple[Any, ...]]:
     """The parameters of each layer and direction."""
     return [layer.params[i:i + layer.each] for i in range(0, len(layer.params), layer.each)]
 
 
-def _matrices(layer: _Layer, group: tuple[Any, ...]) -> tuple[Any, ...]:
+def _matrices(layer: RecurrentCall, group: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*group[:2], *group[4 if layer.biases else 2:])
 
 
 def _fuse(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
-    layer = _layer(match.root)
+    layer = layer_of(match.root)
     assert layer is not None
     call, item = graph.call_function, operator.getitem
     function, (dynamic, *trailing) = operator_of(used(match.root, context)[1], "recurrent")
@@ -139,7 +140,7 @@ def _fuse(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
     elif layer.batch_first:
         x = graph.call_method("transpose", (x, 0, 1))
     last: list[list[fx.Node]] = [[], []] if is_lstm else [[]]
-    groups = _grouped(layer)
+    groups = groups_of(layer)
     for depth in range(layer.layers):
         outputs = []
         for direction in range(layer.directions):

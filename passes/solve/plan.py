@@ -61,6 +61,7 @@ class Weight:
     buffers: tuple[str, ...]
     single_row: frozenset[str]
     parts: dict[str, Tensor] | None = None
+    solver: Any = None                       # what chooses its codes, where an override says so
     observer: str = ""                       # which observer found the range of its inputs
     clipped: float | None = None             # the share of the calibration data outside of it
 
@@ -81,6 +82,7 @@ class Skip:
 class Plan:
     weights: dict[str, Weight]           # by the constant's name
     skips: list[Skip]
+    solvers: dict[str, str] = dataclasses.field(default_factory=dict)          # what chose the codes of a weight, where not `nearest`
 
 
 def find_targets(session: Session) -> list[Target]:
@@ -111,10 +113,12 @@ class Overrides:
     """``{pattern: scheme or None}``: a pattern is a glob of module paths, a module class, or the name of an operator.
 
     A path pattern matches the module and everything below it. The first match wins; `unused` lists those that match nothing.
+    ``solvers`` are those that patterns come with.
     """
 
-    def __init__(self, overrides: Mapping[Any, Any] | None, root: nn.Module):
+    def __init__(self, overrides: Mapping[Any, Any] | None, root: nn.Module, solvers: Mapping[Any, Any] | None = None):
         self.entries = list((overrides or {}).items())
+        self.solvers = dict(solvers or {})
         self.used: set[int] = set()
         self.classes: dict[str, type] = {}
         self.see(root)
@@ -176,10 +180,12 @@ def plan(session: Session, targets: list[Target], default: Scheme, overrides: Ov
 
 def _decide(session: Session, constant: Constant, uses: list[Target], default: Scheme, overrides: Overrides) -> Weight | str:
     asked: dict[str, Scheme] = {}
+    solver = None
     answers = [(target, *overrides.match(target, constant.names)) for target in uses]
     for target, matched, key, chosen in answers:
         if matched and chosen is not None:
             asked[chosen.name] = chosen
+            solver = overrides.solvers.get(key, solver)
         elif matched:
             who = f"overrides[{key if isinstance(key, str) else key.__name__!r}] leaves it float"
             others = len({t.module for t in uses}) > 1
@@ -215,7 +221,7 @@ def _decide(session: Session, constant: Constant, uses: list[Target], default: S
         raise SchemeError(f"{constant.name}: {error}") from error
     if size > LEAST_SAVING * constant.bytes and not isinstance(scheme, Identity):
         return f"{scheme.name} would take {size} bytes in the place of {constant.bytes}"
-    return Weight(constant, scheme, layout, uses, _buffer_names(session, constant, scheme), single_row)
+    return Weight(constant, scheme, layout, uses, _buffer_names(session, constant, scheme), single_row, solver=solver)
 
 
 def _reaches_around(session: Session, name: str) -> bool:
