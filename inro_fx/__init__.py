@@ -14,7 +14,8 @@ _OLDEST = (2, 11)
 if tuple(int(n) for n in torch.__version__.split(".")[:2]) < _OLDEST:
     raise ImportError(f"inro_fx {__version__} needs torch {_OLDEST[0]}.{_OLDEST[1]} or newer; this is torch {torch.__version__}")
 
-from .api import convert_graph, prepare_graph, quantize_graph  # noqa: E402 - after the check of the version
+from .allocation import Allocation, BitPlan, Budget  # noqa: E402 - after the check of the version
+from .api import convert_graph, plan_bits, prepare_graph, quantize_graph  # noqa: E402
 from .benchmark import Benchmark, Timing, benchmark  # noqa: E402
 from .compat import CompressedSize, compressed_size, uniform_dequantize, uniform_quantize  # noqa: E402
 from .draw import draw, to_networkx  # noqa: E402
@@ -46,10 +47,15 @@ from .passes.carriers import register_operator  # noqa: E402
 from .report import ProgramCalls, Report, Row, Skipped, report  # noqa: E402
 from .save import save  # noqa: E402
 from .schemes import SCHEMES, Scheme, static, uniform  # noqa: E402
+from .solvers import SOLVERS, Moments, Solver  # noqa: E402
 
 __all__ = [
     "SCHEMES",
+    "SOLVERS",
+    "Allocation",
     "Benchmark",
+    "BitPlan",
+    "Budget",
     "CompressedSize",
     "FileError",
     "GraphNotTaken",
@@ -60,6 +66,7 @@ __all__ = [
     "MinMaxObserver",
     "MissingTool",
     "ModelError",
+    "Moments",
     "MovingAverageObserver",
     "Observer",
     "PassError",
@@ -70,6 +77,7 @@ __all__ = [
     "Scheme",
     "SchemeError",
     "Skipped",
+    "Solver",
     "StateError",
     "Timing",
     "all_reduce_observers",
@@ -81,6 +89,7 @@ __all__ = [
     "export_onnx",
     "kernels",
     "load",
+    "plan_bits",
     "prepare_graph",
     "quantize_graph",
     "register_operator",

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from .allocation import FORMATS, PROBES, BitPlan, Budget, plan_for, within
 from .errors import InputError, ModelError
 from .passes.capture.example import Example
 from .passes.program import Pass
@@ -16,7 +17,7 @@ from .prepare import Prepared, calibrated, converted, examples_of, prepare_calib
 from .solvers import Solver
 from .steps import MOST_MEASURED, apart, options_of, quantize
 
-__all__ = ["convert_graph", "prepare_graph", "quantize_graph"]
+__all__ = ["convert_graph", "plan_bits", "prepare_graph", "quantize_graph"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -25,7 +26,8 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
                    overrides: Mapping[Any, Any] | None = None, calibration: Iterable[Any] | None = None,
                    capture: str = "auto", inplace: bool = False, fold_batchnorm: bool = False,
                    strict: bool = False, passes: Sequence[Pass] = (), solver: str | Solver = "nearest",
-                   bias_correction: bool = False) -> Model:
+                   bias_correction: bool = False, budget: Budget | None = None, formats: Sequence[Any] = FORMATS,
+                   group: Any = None) -> Model:
     """A model that does the same job as ``model`` with integer weights.
 
     Parameters
@@ -38,7 +40,7 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
     scheme
         A name (see ``inro_fx.SCHEMES``) or a `Scheme` object, for every weight that ``overrides`` does not name.
     overrides
-        ``{pattern: scheme}`` where a pattern is a glob of module paths (``"layers.0.*"``; the modules below are meant too),
+        ``{pattern: scheme}``, or ``{pattern: (scheme, solver)}``, where a pattern is a glob of module paths (``"layers.0.*"``; the modules below are meant too),
         a module class or the name of an operator (``"conv2d"``), and None leaves the weight float. The first match wins; a
         pattern that matches nothing warns.
     calibration
@@ -54,6 +56,17 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
         A call that the graph does not cover raises `GraphNotTaken` instead of running the module's own forward.
     passes
         Passes of your own, ``(program, context) -> program``, that run after those of the compiler (docs/writing-a-pass.md).
+    solver
+        What chooses the codes (see ``inro_fx.SOLVERS`` and docs/solvers.md): "nearest", "search", or with calibration data "gptq" and
+        "gptaq", which make up for the errors as they go; "auto" is the best that the data allow.
+    bias_correction
+        Biases (and running means of batch norms) take up the mean error that their layer has on the calibration data.
+    budget
+        A `Budget`: each weight gets the one of ``formats`` with which the output loses least for it (`plan_bits`).
+    formats
+        Schemes, and None for float, among which a budget chooses; by default 2 to 6 bits in groups of 32, int8, and float.
+    group
+        A process group of ``torch.distributed`` whose processes hold a share of the calibration data each; all get the same codes.
 
     Returns
     -------
@@ -70,9 +83,16 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
     >>> small(torch.randn(3, 64)).shape, small[0].weight_codes.dtype
     (torch.Size([3, 10]), torch.int8)
     """
-    options = options_of(model, scheme, overrides, capture, inplace, fold_batchnorm, strict, passes, solver, bias_correction)
+    options = options_of(model, scheme, overrides, capture, inplace, fold_batchnorm, strict, passes, solver, bias_correction, group,
+                         calibration is not None)
     example = Example.of(example_inputs)
+    if formats is not FORMATS and budget is None:
+        raise InputError("formats= are what a budget chooses among: give budget=, or one scheme")
     with apart():
+        if budget is not None:
+            batches = _first(calibration, example, None if options.solves else PROBES)
+            small = within(model, example, batches, options, budget, formats)
+            return small          # type: ignore[return-value]
         if options.calibrates:
             return calibrated(model, example, options, calibration)          # type: ignore[return-value]
         if options.solves and calibration is None:
@@ -90,6 +110,26 @@ def _first(calibration: Iterable[Any] | None, example: Example, most: int | None
     if not batches:
         raise InputError("calibration gives no inputs: give at least one, like example_inputs")
     return batches
+
+
+def plan_bits(model: nn.Module, example_inputs: Any, *, formats: Sequence[Any] = FORMATS, overrides: Mapping[Any, Any] | None = None,
+              calibration: Iterable[Any] | None = None, solver: str | Solver = "nearest", probes: int = PROBES,
+              capture: str = "auto") -> BitPlan:
+    """What each of ``formats`` (schemes, and None for float) would do to the output at each weight: a `BitPlan`.
+
+    It is solved for any `Budget` in no time, saved and loaded, and ``overrides=plan.solve(budget).overrides`` quantizes with it. ``probes``
+    gradients are taken, of one batch of ``calibration`` each (by default of the example). Weights that ``overrides`` name are left out.
+
+    >>> import torch, inro_fx
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    >>> plan = inro_fx.plan_bits(model, torch.randn(8, 64))
+    >>> plan.solve(inro_fx.Budget(bits=4.5)).bits <= 4.5
+    True
+    """
+    options = options_of(model, "int8", overrides, capture, solver=solver, with_data=calibration is not None)
+    example = Example.of(example_inputs)
+    with apart():
+        return plan_for(model, example, _first(calibration, example, probes), options, formats, probes)
 
 
 def prepare_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "int8_static", *,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from .errors import InroError, SchemeError
@@ -42,11 +43,25 @@ def solve(session: Session, chosen: Plan, targets: Sequence[Target], options: Op
     if not requests:
         return Solved()
     with progress_bar(len(requests), "solving") as tick:
-        solved = solve_in_order(session, chosen.weights, targets, requests, batches, tick, options.bias_correction)
+        solved = solve_in_order(session, chosen.weights, targets, requests, batches, tick, options.bias_correction, _adding(options.group))
     for name, solver in asked.items():
         without = solver.needs not in ("nothing", "squares") and name in solved.without
         chosen.solvers[name] = "search" if without else solver.name
     return solved
+
+
+def _adding(group: Any) -> Callable[[Tensor], Tensor]:
+    """Adds sums up over the processes of a group; the order of additions is that of the ranks, whatever the backend does."""
+    def add(sums: Tensor) -> Tensor:
+        if group is None:
+            return sums
+        shares = [torch.empty_like(sums) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(shares, sums.contiguous(), group)
+        total = shares[0]
+        for more in shares[1:]:
+            total = total + more
+        return total
+    return add
 
 
 def _solving(name: str, weight: Weight, solver: Solver) -> Callable[[Tensor, Sequence[Moments]], Mapping[str, Tensor]]:

@@ -67,6 +67,7 @@ class Options:
     passes: tuple[Pass, ...] = ()
     solver: Solver = nearest
     bias_correction: bool = False
+    group: Any = None
 
     @property
     def solves(self) -> bool:
@@ -81,7 +82,8 @@ class Options:
 
 
 def options_of(model: nn.Module, scheme: Any, overrides: Any, capture: str = "auto", inplace: bool = False, fold_batchnorm: bool = False,
-               strict: bool = False, passes: Sequence[Pass] = (), solver: Any = "nearest", bias_correction: bool = False) -> Options:
+               strict: bool = False, passes: Sequence[Pass] = (), solver: Any = "nearest", bias_correction: bool = False, group: Any = None,
+               with_data: bool = False) -> Options:
     """The options of a call, checked: `ModelError`, `InputError` and `SchemeError` say what is wrong."""
     default = find_scheme(scheme)
     check_model(model, inplace=inplace)
@@ -93,8 +95,9 @@ def options_of(model: nn.Module, scheme: Any, overrides: Any, capture: str = "au
         raise InputError("passes are functions (program, context) -> program: see docs/writing-a-pass.md")
     pairs = {k: v if isinstance(v, tuple) and len(v) == 2 else (v, None) for k, v in (overrides or {}).items()}
     overriding = Overrides({k: v if v is None else find_scheme(v) for k, (v, _) in pairs.items()}, model,
-                           {k: find_solver(v) for k, (_, v) in pairs.items() if v is not None})
-    return Options(default, overriding, capture, inplace, fold_batchnorm, strict, tuple(passes), find_solver(solver), bias_correction)
+                           {k: find_solver(v, with_data) for k, (_, v) in pairs.items() if v is not None})
+    return Options(default, overriding, capture, inplace, fold_batchnorm, strict, tuple(passes), find_solver(solver, with_data),
+                   bias_correction, group)
 
 
 @functools.cache
@@ -166,7 +169,7 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
         for name in chosen.weights:
             packer.pack(name)
         session.state.restore()
-        floats = None if target is not None else clone(root) if folded else clone(model)
+        floats = None if target is not None else apart_from(clone(root) if folded else clone(model), session)
         if target is not None:
             root = target.root(packer)
         else:
@@ -250,6 +253,18 @@ def install_weight(root: nn.Module, weight: Weight) -> None:
         attach_packed(owner, leaf, packed, holder, weight.buffers)
         for kind in (owner._parameters, owner._buffers):
             kind.pop(leaf, None)
+
+
+def apart_from(copy: nn.Module, session: Session) -> nn.Module:
+    """The copy of a model, with tensors of its own where forward writes to them."""
+    for name, value in session.as_they_were.items():
+        path, _, leaf = name.rpartition(".")
+        owner: Any = _find(copy, path)
+        for kind in () if owner is None else (owner._parameters, owner._buffers):
+            if kind.get(leaf) is not None:
+                fresh = value.detach().clone()
+                kind[leaf] = nn.Parameter(fresh, requires_grad=False) if kind is owner._parameters else fresh
+    return copy
 
 
 def _correct(root: nn.Module, corrections: Mapping[str, Tensor]) -> None:

@@ -42,7 +42,7 @@ static int check(int64_t rows, int64_t in, int64_t out, int levels, int level, i
     const int32_t zero = (int32_t)(draw() % 255) - 127;
     int32_t *column_sums = calloc((size_t)(out + 1), sizeof(int32_t));
     for (int64_t i = 0; i < out * in; i++) column_sums[i / in] += w[i];
-    const layer l = {x, w, scale, bias, y, rows, in, stride, out, 0, 1, 8, FLOAT32, levels, threads, level, fixed ? &step : NULL, &zero, column_sums};
+    const layer l = {x, w, scale, bias, y, rows, in, stride, out, 0, 1, 8, FLOAT32, FLOAT32, levels, threads, level, fixed ? &step : NULL, &zero, column_sums};
     int bad = inro_linear(&l);
     int8_t *q = malloc((size_t)(levels * (in + STEP)));
     for (int64_t r = 0; r < rows && !bad; r++) {
@@ -114,9 +114,9 @@ static int check_groups(int64_t rows, int64_t in, int64_t out, int bits, int64_t
         else narrow(floats + i, 1, dtype, (uint16_t *)x + i, level);
     }
     const int panels = rows > 8 && groups > 1 && inro_has_panels(level, bits, group);
-    const layer l = {x, codes, scale, bias, y, rows, in, stride, out, group, groups, bits, dtype, 2, threads, level, NULL, NULL, NULL};
+    const layer l = {x, codes, scale, bias, y, rows, in, stride, out, group, groups, bits, dtype, FLOAT32, 2, threads, level, NULL, NULL, NULL};
     int bad = (panels ? inro_linear(&l) : inro_linear_groups(&l))
-        || inro_expand(codes, out, in, bits, group, scale, groups, ids, rowsof, dtype, threads, level);
+        || inro_expand(codes, out, in, bits, group, scale, FLOAT32, groups, ids, rowsof, dtype, threads, level);
     const double unit = dtype == FLOAT32 ? 1e-6 : dtype == BFLOAT16 ? 4e-3 : 5e-4;
     for (int64_t n = 0; n < out && !bad; n++) {
         for (int64_t k = 0; k < in && !bad; k++) {

@@ -480,7 +480,11 @@ def outcome(file, model):
         for _ in range(2):
             y = again(ids())
             assert y.shape == (2, 5, 40) and y.dtype == torch.float32
-        report = inro_fx.report(again)
+        try:
+            report = inro_fx.report(again)
+        except inro_fx.ModelError as error:                              # the model's own record is not in the file
+            assert "nothing to report" in str(error)  # noqa: PT017
+            return "loaded"
         assert all(c.isprintable() or c == "\n" for c in str(report))
         report.to_json(), report.to_csv(), report.to_markdown()
         return "loaded"

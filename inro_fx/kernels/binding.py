@@ -43,7 +43,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = [*((name, _P) for name in ("x", "codes", "scale", "bias", "y")),
                 *((name, _L) for name in ("rows", "columns", "stride", "out", "group", "scale_step")),
-                *((name, _I) for name in ("bits", "dtype", "levels", "threads", "level")),
+                *((name, _I) for name in ("bits", "dtype", "scale_dtype", "levels", "threads", "level")),
                 *((name, _P) for name in ("fixed", "zero", "column_sums")), ("backwards", _I)]
 
 
@@ -154,7 +154,7 @@ def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, le
     y = torch.empty(x.shape[0], codes.shape[0], dtype=x.dtype, device="cpu")
     layer = Layer(x.data_ptr(), codes.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
                   x.shape[0], x.shape[1], x.stride(0), codes.shape[0], 0, int(scale.shape[0] != 1),
-                  8, DTYPES.index(str(x.dtype).removeprefix("torch.")), levels,
+                  8, DTYPES.index(str(x.dtype).removeprefix("torch.")), 0, levels,
                   torch.get_num_threads() if threads is None else threads, level,
                   *(part.data_ptr() for part in parts))
     if _library.inro_linear(ctypes.byref(layer)):

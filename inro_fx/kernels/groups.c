@@ -1,7 +1,8 @@
 /* Codes of 2 to 8 bits with a scale for each group of columns (or for the whole row): rows as floats, and linear layers.
 
    codes [out, ...] hold `columns` numbers in a row: int8, or below eight bits fields of 4, 2 and 1 bits as numerics/bits.py packs
-   them, code + 2^(bits - 1). scale [out, groups] float32, `scale_step` apart from row to row (0: one row serves all).
+   them, code + 2^(bits - 1). scale [out, groups] of any of the three dtypes, `scale_step` apart from
+   row to row (0: one row serves all).
 
    A linear of few rows of x reads each code as it is stored. With VNNI x becomes integers of 15 bits, as in linear.c, and four
    products at a time are exact before their group's scale is applied; else the codes become floats. For many rows there are the
@@ -51,9 +52,9 @@ static void scale_row(const int8_t *codes, int64_t columns, int64_t group, const
 
 /* to[rows, columns] of `dtype` are rows of the matrix, `ids` of it or (NULL) the first; `ids` must be within it.
    Returns 0, or -1 where memory ran out. */
-int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int64_t group, const float *scale, int64_t scale_step,
-                const int64_t *ids, void *to, int dtype, int threads, int level) {
-    const int64_t bytes = bytes_of_row(columns, bits), step = group ? group : columns;
+int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int64_t group, const void *scale, int scale_dtype,
+                int64_t scale_step, const int64_t *ids, void *to, int dtype, int threads, int level) {
+    const int64_t bytes = bytes_of_row(columns, bits), step = group ? group : columns, groups = columns ? (columns - 1) / step + 1 : 0;
     int failed = 0;
     if (rows == 0 || columns == 0) return 0;
     if (level < 0) level = inro_level();
@@ -62,7 +63,8 @@ int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int6
     {
         int8_t *line = bits < 8 ? aligned((size_t)columns) : NULL;
         float *floats = dtype != FLOAT32 ? aligned((size_t)columns * sizeof(float)) : NULL;
-        failed = (bits < 8 && !line) || (dtype != FLOAT32 && !floats);
+        float *scales = scale_dtype != FLOAT32 ? aligned((size_t)groups * sizeof(float)) : NULL;
+        failed = (bits < 8 && !line) || (dtype != FLOAT32 && !floats) || (scale_dtype != FLOAT32 && !scales);
         const int ready = !failed;
         #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++) {
@@ -70,11 +72,13 @@ int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int6
             char *end = (char *)to + r * columns * (int64_t)size_of(dtype);
             if (!ready) continue;
             const int8_t *wide = codes_of((const char *)codes + row * bytes, columns, bits, line, level);
-            scale_row(wide, columns, step, scale + row * scale_step, dtype == FLOAT32 ? (float *)end : floats, level);
+            const float *by = floats_at(scale, scale_dtype, row * scale_step, groups, scales, level);
+            scale_row(wide, columns, step, by, dtype == FLOAT32 ? (float *)end : floats, level);
             if (dtype != FLOAT32) narrow(floats, columns, dtype, end, level);
         }
         free(line);
         free(floats);
+        free(scales);
     }
     return failed ? -1 : 0;
 }
@@ -90,10 +94,11 @@ typedef struct {
 
 typedef struct {
     const char *codes, *bias;
-    const float *x, *scale;
+    const float *x;
+    const void *scale;
     char *y;
-    int64_t rows, in, stride, out, group, scale_step, bytes, padded;
-    int bits, dtype, level;
+    int64_t rows, in, stride, out, group, groups, scale_step, bytes, padded;
+    int bits, dtype, scale_dtype, level;
     float *floats, *undo;                              /* a copy of x, and what takes a lift off its rows; or NULL */
     integers *as_integers;                             /* of each row; `q` NULL where it takes floats */
 } job;
@@ -299,27 +304,32 @@ static void store(const job *j, int64_t r, int64_t n, float y) {
 
 static int in_floats(const job *j, int64_t first, int64_t last) {
     int8_t *line = j->bits < 8 ? aligned((size_t)j->in) : NULL;
-    if (j->bits < 8 && !line) return 0;
-    for (int64_t n = first; n < last; n++) {
+    float *scales = j->scale_dtype != FLOAT32 ? aligned((size_t)j->groups * sizeof(float)) : NULL;
+    const int ready = (j->bits == 8 || line) && (j->scale_dtype == FLOAT32 || scales);
+    for (int64_t n = first; n < last && ready; n++) {
         const int8_t *codes = codes_of(j->codes + n * j->bytes, j->in, j->bits, line, j->level);
+        const float *scale = floats_at(j->scale, j->scale_dtype, n * j->scale_step, j->groups, scales, j->level);
         int m;
         for (int64_t r = 0; r < j->rows; r += m) {
             float y[TOGETHER];
             m = j->as_integers ? 1 : j->rows - r < TOGETHER ? (int)(j->rows - r) : TOGETHER;
             if (j->as_integers && j->as_integers[r].q) continue;
-            dots(j->x + r * j->stride, j->stride, m, codes, j->in, j->group, j->scale + n * j->scale_step, y, j->level);
+            dots(j->x + r * j->stride, j->stride, m, codes, j->in, j->group, scale, y, j->level);
             for (int i = 0; i < m; i++) store(j, r + i, n, y[i]);
         }
     }
     free(line);
-    return 1;
+    free(scales);
+    return ready;
 }
 
 static int results_of(const job *j, int64_t first, int64_t last) {
     int floats = !j->as_integers;
 #ifdef X86
+    float *scales = j->as_integers && j->scale_dtype != FLOAT32 ? aligned((size_t)(4 * j->groups) * sizeof(float)) : NULL;
+    if (j->as_integers && j->scale_dtype != FLOAT32 && !scales) return 0;
     for (int64_t r = 0; r < j->rows && j->as_integers; r++) {
-        const row_by_rows one = {j->as_integers + r, j->padded, j->in, j->bytes, j->group, (j->in + j->group - 1) / j->group};
+        const row_by_rows one = {j->as_integers + r, j->padded, j->in, j->bytes, j->group, j->groups};
         if (!one.x->q) { floats = 1; continue; }
         for (int64_t n = first; n < last; n += 4) {
             const uint8_t *row[4];
@@ -328,13 +338,14 @@ static int results_of(const job *j, int64_t first, int64_t last) {
             for (int c = 0; c < 4; c++) {
                 const int64_t column = n + c < last ? n + c : last - 1;
                 row[c] = (const uint8_t *)j->codes + column * j->bytes;
-                scale[c] = j->scale + column * j->scale_step;
+                scale[c] = floats_at(j->scale, j->scale_dtype, column * j->scale_step, j->groups, scales + c * j->groups, j->level);
             }
             if (j->group < 64) (j->bits == 4 ? columns_four_picked : columns_eight_picked)(&one, row, scale, y);
             else (j->bits == 4 ? columns_four : columns_eight)(&one, row, scale, y);
             for (int c = 0; c < 4 && n + c < last; c++) store(j, r, n + c, y[c]);
         }
     }
+    free(scales);
 #endif
     return !floats || in_floats(j, first, last);
 }
@@ -343,8 +354,9 @@ static int results_of(const job *j, int64_t first, int64_t last) {
 int inro_linear_groups(const layer *l) {
     const int64_t rows = l->rows, in = l->in, out = l->out, padded = (in + 63) / 64 * 64;
     if (rows == 0 || out == 0) return 0;
-    job j = {l->codes, l->bias, l->x, l->scale, l->y, rows, in, l->stride, out, l->group ? l->group : padded, l->scale_step,
-             bytes_of_row(in, l->bits), padded, l->bits, l->dtype, l->level < 0 ? inro_level() : l->level, NULL, NULL, NULL};
+    job j = {l->codes, l->bias, l->x, l->scale, l->y, rows, in, l->stride, out, l->group ? l->group : padded,
+             l->group ? (in + l->group - 1) / l->group : 1, l->scale_step, bytes_of_row(in, l->bits), padded, l->bits, l->dtype,
+             l->scale_dtype, l->level < 0 ? inro_level() : l->level, NULL, NULL, NULL};
     int threads = inro_threads(l->threads, 2.0 * (double)rows * (double)in * (double)out);
     int failed = (l->dtype != FLOAT32 && !take_floats(&j)) || !take_integers(&j) || !lift_rows(&j);
     if (failed) threads = 0;

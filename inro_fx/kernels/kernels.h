@@ -34,6 +34,7 @@ int64_t share(int64_t all, int part, int parts);
 float one_of(const void *numbers, int dtype, int64_t index);
 void widen(const void *from, int dtype, int64_t n, float *to, int level);
 void narrow(const float *from, int64_t n, int dtype, void *to, int level);
+const float *floats_at(const void *numbers, int dtype, int64_t start, int64_t n, float *line, int level);
 int64_t bytes_of_row(int64_t columns, int bits);
 void unpack(const void *row, int64_t columns, int bits, int8_t *to, int level);
 float lift_of(const float *x, int64_t n, int level);
@@ -44,11 +45,11 @@ int is_extreme_bfloat16(const void *x, int64_t n, int level);
 typedef struct {
     const void *x;                                     /* rows are `stride` numbers apart; all else lies without gaps */
     const void *codes;                                 /* of `bits`, as groups.c says */
-    const float *scale;                                /* [out, groups], rows `scale_step` apart (0: one row serves all) */
+    const void *scale;                                 /* [out, groups] of scale_dtype, rows `scale_step` apart (0: one row serves all) */
     const void *bias;                                  /* or NULL */
     void *y;
     int64_t rows, in, stride, out, group, scale_step;  /* group: columns of a scale, 0 for all */
-    int bits, dtype, levels, threads, level;           /* dtype of x, bias and y; level -1: the best that this CPU has */
+    int bits, dtype, scale_dtype, levels, threads, level;          /* dtype of x, bias and y; level -1: the best that this CPU has */
     const float *fixed;                                /* scale and zero point of x, or NULL: row by row */
     const int32_t *zero, *column_sums;                 /* the codes of each column added up */
     int backwards;                                     /* from the last columns to the first */
@@ -116,8 +117,8 @@ typedef struct {
 void inro_max_pool(const pool *p);
 
 /* groups.c */
-int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int64_t group, const float *scale, int64_t scale_step,
-                const int64_t *ids, void *to, int dtype, int threads, int level);
+int inro_expand(const void *codes, int64_t rows, int64_t columns, int bits, int64_t group, const void *scale, int scale_dtype,
+                int64_t scale_step, const int64_t *ids, void *to, int dtype, int threads, int level);
 int inro_linear_groups(const layer *l);
 #pragma GCC visibility push(hidden)
 enum { TOGETHER = 4 };                                 /* rows of x for which a code is converted once */

@@ -108,26 +108,31 @@ static int take(const job *j, int64_t rows, int threads, scratch *to) {
     return 1;
 }
 
+static int64_t groups_of(const layer *l) { return l->group ? (l->in + l->group - 1) / l->group : 1; }
+
 /* What a thread keeps for a panel: its codes transposed, and unpacked before that; the scales of its groups. */
 typedef struct {
     void *packed;
     int8_t *codes;
-    float *by;
+    float *by, *scales;                                /* of a column, where they are no floats */
     int32_t *start;
 } panel_memory;
 
 static int take_panel(const job *j, int64_t rows, panel_memory *to) {
     const layer *l = j->l;
-    const int64_t columns = j->way->columns, scales = l->group ? (l->in + l->group - 1) / l->group * columns : 0;
+    const int64_t columns = j->way->columns, scales = l->group ? groups_of(l) * columns : 0;
     memset(to, 0, sizeof *to);
     if (j->way->pack) to->packed = aligned((size_t)(j->padded * (j->way->bytes ? j->way->bytes : (rows * l->levels + 15) / 16 * 16)));
     if (l->bits < 8) to->codes = aligned((size_t)(columns * l->in));
     if (scales) to->by = aligned((size_t)scales * sizeof(float));
     if (scales) to->start = aligned((size_t)scales * sizeof(int32_t));
-    return (!j->way->pack || to->packed) && (l->bits == 8 || to->codes) && (!scales || (to->by && to->start));
+    to->scales = aligned((size_t)groups_of(l) * sizeof(float));
+    return (!j->way->pack || to->packed) && (l->bits == 8 || to->codes) && (!scales || (to->by && to->start)) && to->scales;
 }
 
-static void give_back_panel(panel_memory *from) { free(from->packed); free(from->codes); free(from->by); free(from->start); }
+static void give_back_panel(panel_memory *from) {
+    free(from->packed); free(from->codes); free(from->by); free(from->start); free(from->scales);
+}
 
 /* ---- the steps of a chunk ---- */
 
@@ -180,10 +185,11 @@ static int wide_rows(const job *j, int64_t start, int64_t here, int64_t first, i
     int64_t count = 0;
     for (int64_t r = 0; r < here; r++) count += with->wide[r];
     if (!count) return 1;
-    float *x = aligned((size_t)(count * l->in) * sizeof(float)), *undo = aligned((size_t)count * sizeof(float));
+    float *x = aligned((size_t)(count * l->in) * sizeof(float)), *undo = aligned((size_t)count * sizeof(float)),
+          *scales = aligned((size_t)groups_of(l) * sizeof(float));
     int64_t *which = aligned((size_t)count * sizeof(int64_t));
     int8_t *unpacked = l->bits < 8 ? aligned((size_t)l->in) : NULL;
-    const int ready = x && undo && which && (l->bits == 8 || unpacked);
+    const int ready = x && undo && scales && which && (l->bits == 8 || unpacked);
     for (int64_t r = 0, i = 0; r < here && ready; r++)
         if (with->wide[r]) {
             const float *from = row_of(j, start + r, line), lift = lift_of(from, l->in, j->level);
@@ -193,16 +199,18 @@ static int wide_rows(const job *j, int64_t start, int64_t here, int64_t first, i
         }
     for (int64_t n = first; n < last && ready; n++) {
         const int8_t *codes = (const int8_t *)l->codes + n * j->bytes;
+        const float *scale = floats_at(l->scale, l->scale_dtype, n * l->scale_step, groups_of(l), scales, j->level);
         if (unpacked) { unpack(codes, l->in, l->bits, unpacked, j->level); codes = unpacked; }
         for (int64_t i = 0; i < count; i += TOGETHER) {
             const int m = count - i < TOGETHER ? (int)(count - i) : TOGETHER;
             float values[TOGETHER];
-            dots(x + i * l->in, l->in, m, codes, l->in, l->group ? l->group : l->in, l->scale + n * l->scale_step, values, j->level);
+            dots(x + i * l->in, l->in, m, codes, l->in, l->group ? l->group : l->in, scale, values, j->level);
             for (int k = 0; k < m; k++) y[which[i + k] * l->out + n] = values[k] * undo[i + k] + bias_of(l->bias, l->dtype, n);
         }
     }
     free(x);
     free(undo);
+    free(scales);
     free(which);
     free(unpacked);
     return ready;
@@ -238,9 +246,8 @@ static int multiply(const job *j, int64_t start, int64_t here, int64_t first, in
         p.width = l->out - n < columns ? (int)(l->out - n) : columns;
         for (int i = 0; i < columns; i++) {            /* beyond the last column, the last one again */
             const int64_t column = n + (i < p.width ? i : p.width - 1);
-            const float *scale = l->scale + column * l->scale_step;
-            scales[i] = *scale;
-            for (int64_t g = 1; l->group && g * l->group < l->in; g++) scales[g * columns + i] = scale[g];
+            const float *scale = floats_at(l->scale, l->scale_dtype, column * l->scale_step, groups_of(l), own.scales, j->level);
+            for (int64_t g = 0; g < groups_of(l); g++) scales[g * columns + i] = scale[g];
             plus[i] = bias_of(biases, l->dtype, column);
             minus[i] = l->fixed ? *l->zero * l->column_sums[column] : 0;
             if (l->bits < 8) unpack(codes + column * j->bytes, l->in, l->bits, own.codes + i * l->in, j->level);

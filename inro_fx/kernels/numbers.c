@@ -165,6 +165,13 @@ void widen(const void *from, int dtype, int64_t n, float *to, int level) {
     widen_loop(from, dtype, n, to);
 }
 
+/* `n` numbers from `start` on as floats: where they lie, or in `line`. */
+const float *floats_at(const void *numbers, int dtype, int64_t start, int64_t n, float *line, int level) {
+    if (dtype == FLOAT32) return (const float *)numbers + start;
+    widen((const char *)numbers + start * (int64_t)size_of(dtype), dtype, n, line, level);
+    return line;
+}
+
 /* `n` floats rounded to half precision. */
 void narrow(const float *from, int64_t n, int dtype, void *to, int level) {
 #ifdef X86

@@ -40,7 +40,7 @@ typedef struct { word bias; int64_t bits, group, columns; word fixed[3]; } linea
 static int fits(const tensor *codes, const tensor *scale, int64_t bits, int64_t group, int64_t columns) {
     const int64_t bytes = bytes_of_row(columns, (int)bits), groups = group <= 0 || group >= columns ? 1 : (columns - 1) / group + 1;
     return codes->dim == 2 && scale->dim == 2 && codes->dtype == (bits == 8 ? int8_dtype : uint8_dtype) && codes->sizes[1] == bytes
-        && scale->dtype == dtypes[FLOAT32] && (scale->sizes[0] == 1 || scale->sizes[0] == codes->sizes[0])
+        && (scale->dtype == dtypes[FLOAT32] || scale->dtype == dtypes[FLOAT16]) && (scale->sizes[0] == 1 || scale->sizes[0] == codes->sizes[0])
         && (scale->sizes[1] == groups || scale->sizes[1] == 1);
 }
 
@@ -101,8 +101,8 @@ static void linear(int op, const char *name, word *stack, const linear_arguments
     if (y) {
         const int64_t out = codes.sizes[0], scale_step = scale.sizes[0] == 1 && out != 1 ? 0 : scale.sizes[1];
         const int64_t group = scale.sizes[1] == 1 ? 0 : a->group;          /* below `columns` */
-        const layer l = {x.data, codes.data, (const float *)scale.data, bias.data, to, rows, a->columns, step, out, group, scale_step,
-                         (int)a->bits, dtype, op == LINEAR ? 2 : 1, threads(), -1, input_scale, zero, sums};
+        const layer l = {x.data, codes.data, scale.data, bias.data, to, rows, a->columns, step, out, group, scale_step, (int)a->bits, dtype,
+                         float_dtype(scale.dtype), op == LINEAR ? 2 : 1, threads(), -1, input_scale, zero, sums};
         const int integers = (l.bits == 8 && !group) || (rows > FEW && inro_has_panels(inro_level(), l.bits, group));
         failed = integers ? inro_linear(&l) : inro_linear_groups(&l);
     }
@@ -150,7 +150,7 @@ static void op_dequantize(word *stack, uint64_t inputs, uint64_t outputs) {
     const int64_t rows = codes.sizes[0];
     void *to = NULL;
     handle y = result(NULL, rows, columns, dtype, &to);
-    const int failed = !y || inro_expand(codes.data, rows, columns, (int)bits, scale.sizes[1] == 1 ? 0 : group, (const float *)scale.data,
+    const int failed = !y || inro_expand(codes.data, rows, columns, (int)bits, scale.sizes[1] == 1 ? 0 : group, scale.data, float_dtype(scale.dtype),
                                          scale.sizes[0] == 1 && rows != 1 ? 0 : scale.sizes[1], NULL, to, dtype, threads(), -1);
     drop(stack[0]);
     drop(stack[1]);
@@ -178,7 +178,7 @@ static void op_embedding(word *stack, uint64_t inputs, uint64_t outputs) {
     const tensor shape = {NULL, ids.dim + 1, sizes, NULL, 0, 1};
     void *to = NULL;
     handle y = outside ? NULL : result(&shape, 0, columns, dtype, &to);
-    const int failed = !y || inro_expand(codes.data, count, columns, (int)bits, scale.sizes[1] == 1 ? 0 : group, (const float *)scale.data,
+    const int failed = !y || inro_expand(codes.data, count, columns, (int)bits, scale.sizes[1] == 1 ? 0 : group, scale.data, float_dtype(scale.dtype),
                                          scale.sizes[0] == 1 && codes.sizes[0] != 1 ? 0 : scale.sizes[1], which, to, dtype, threads(), -1);
     drop(stack[0]);
     drop(stack[1]);

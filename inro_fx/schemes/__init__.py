@@ -64,7 +64,7 @@ def read_scheme(description: Mapping[str, Any], given: Sequence[Scheme]) -> Sche
 _NUMBER = (int, float, type(None))
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "name": (str,), "quant_max": (int,), "granularity": (str, int), "low": (int, type(None)), "divisor": _NUMBER, "parts": (tuple,),
-    "full_range": (bool,), "observer": (str,), "symmetric": (bool,), "low_input": _NUMBER, "high_input": _NUMBER}
+    "full_range": (bool,), "scale_dtype": (str,), "observer": (str,), "symmetric": (bool,), "low_input": _NUMBER, "high_input": _NUMBER}
 
 
 def find_scheme(scheme: str | Scheme, known: Sequence[Scheme] = SCHEMES) -> Scheme:

@@ -16,6 +16,7 @@ from ..numerics.affine import expand, grouped
 
 __all__ = ["Uniform", "uniform"]
 
+_TINY_HALF = 2.0**-14              # the smallest normal float16: scales below keep too few digits
 _DTYPES = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
@@ -35,6 +36,7 @@ class Uniform:
     granularity: str | int = "channel"
     low: int | None = None                 # -quant_max unless a scheme uses the lowest code too
     divisor: float | None = None           # quant_max unless a scheme says otherwise
+    scale_dtype: str = "float32"           # or "float16", of groups
     full_range: bool = False               # codes from -quant_max - 1 on; scales have a sign, so that the largest |w| has the lowest code
     parts: tuple[str, ...] = dataclasses.field(default=("codes", "scale"), repr=False)
 
@@ -46,6 +48,8 @@ class Uniform:
         grouped = isinstance(self.granularity, int) and not isinstance(self.granularity, bool)
         if not (self.granularity in ("channel", "tensor") or (grouped and int(self.granularity) >= 1)):
             raise SchemeError(f'granularity must be "channel", "tensor" or a group size of at least 1, got {self.granularity!r}')
+        if self.scale_dtype not in ("float32", "float16") or (self.scale_dtype == "float16" and not grouped):
+            raise SchemeError(f'scale_dtype is "float32", or "float16" where groups have scales, got {self.scale_dtype!r}')
 
     @property
     def bits(self) -> int:
@@ -67,7 +71,14 @@ class Uniform:
         if self.divisor is None:            # the scale that quantizing the result again would find, so that it changes nothing
             for _ in range(2):
                 scale = (scale * divisor / divisor).where(scale != 1, scale)
-        return scale
+        return self.stored_scale(scale)
+
+    def stored_scale(self, scale: Tensor) -> Tensor:
+        """float32 scales as near as they can be stored, as float32."""
+        if self.scale_dtype == "float32":
+            return scale
+        near = scale.sign() * scale.abs().clamp(_TINY_HALF, torch.finfo(torch.float16).max)
+        return near.half().float()
 
     def mean_of(self, matrix: Tensor) -> Tensor:
         """Mean |w| of what shares a scale, in the shape of the scales."""
@@ -80,10 +91,10 @@ class Uniform:
 
     def pack(self, matrix: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
         """[out, in] floats -> codes and scale; ``scale``, if given, is taken in the place of max|w| / divisor."""
-        scale = self._scale(matrix) if scale is None else scale
+        scale = self._scale(matrix) if scale is None else self.stored_scale(scale)
         dtype = _DTYPES[max(self.bits, 8)]
         codes = codes_of(matrix, scale, self.lowest, self.quant_max, self.group, dtype)
-        return {"codes": pack_bits(codes, self.bits) if self.bits < 8 else codes, "scale": scale}
+        return self._stored(codes, scale)
 
     def grid(self, matrix: Tensor) -> Grid:
         """The numbers that `pack` rounds [out, in] floats to."""
@@ -91,8 +102,11 @@ class Uniform:
 
     def parts_of(self, codes: Tensor, grid: Grid) -> dict[str, Tensor]:
         """[out, in] whole numbers that a solver chose on a grid -> the parts that are stored."""
-        whole = codes.to(torch.int8)
-        return {"codes": pack_bits(whole, self.bits) if self.bits < 8 else whole, "scale": grid.scale}
+        return self._stored(codes.to(torch.int8), grid.scale)
+
+    def _stored(self, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        scale = scale if self.scale_dtype == "float32" else self.stored_scale(scale).half()
+        return {"codes": pack_bits(codes, self.bits) if self.bits < 8 else codes, "scale": scale}
 
     def unpack(self, parts: Mapping[str, Any], columns: int, dtype: torch.dtype) -> Any:
         return torch.ops.inro_fx.dequantize.default(parts["codes"], parts["scale"], self.bits, self.group, columns, dtype)
@@ -117,13 +131,16 @@ class Uniform:
         return f"no integer operator for {op}" + (" of fewer bits, or with groups" if op == "conv" else "")
 
 
-def uniform(quant_max: int, granularity: str | int = "channel", *, full_range: bool = False) -> Uniform:
+def uniform(quant_max: int, granularity: str | int = "channel", *, full_range: bool = False, scale_dtype: str = "float32") -> Uniform:
     """A scheme with codes -quant_max..quant_max; with ``full_range`` -quant_max - 1 as well, and scales that have a sign.
+
+    ``scale_dtype`` "float16" halves what the scales of groups take: four bits in groups of 32 are 4.5 bits a weight, and 5 with float32.
 
     Raises `SchemeError` for quant_max below 1 or of 2**63 and more, and for an impossible granularity.
 
     >>> uniform(7, granularity=32)
-    Uniform(name='uniform(7, 32)', quant_max=7, granularity=32, low=None, divisor=None, full_range=False)
+    Uniform(name='uniform(7, 32)', quant_max=7, granularity=32, low=None, divisor=None, scale_dtype='float32', full_range=False)
     """
-    settings = [str(quant_max), *([] if granularity == "channel" else [str(granularity)]), *(["full_range"] if full_range else [])]
-    return Uniform(f"uniform({', '.join(settings)})", quant_max, granularity, full_range=full_range)
+    settings = [str(quant_max), *([] if granularity == "channel" else [str(granularity)]), *(["full_range"] if full_range else []),
+                *([] if scale_dtype == "float32" else [scale_dtype])]
+    return Uniform(f"uniform({', '.join(settings)})", quant_max, granularity, scale_dtype=scale_dtype, full_range=full_range)

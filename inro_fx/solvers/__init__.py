@@ -15,14 +15,20 @@ __all__ = ["GPTQ", "SOLVERS", "Moments", "Nearest", "Search", "Solver", "find_so
 SOLVERS: tuple[Solver, ...] = (nearest, search, gptq, gptaq)
 
 
-def find_solver(solver: str | Solver) -> Solver:
-    """The solver of that name, or the object itself. Raises `SchemeError` with the nearest name for an unknown one."""
+def find_solver(solver: str | Solver, with_data: bool = True) -> Solver:
+    """The solver of that name, or the object itself; "auto" is `gptaq` with calibration data, and `search` without.
+
+    Raises `SchemeError` with the nearest name for an unknown one.
+    """
     if isinstance(solver, str):
+        if solver == "auto":
+            return gptaq if with_data else search
         names = [s.name for s in SOLVERS]
         if solver in names:
             return SOLVERS[names.index(solver)]
         near = difflib.get_close_matches(solver, names, n=1)
-        raise SchemeError(f"unknown solver {solver!r}: {f'did you mean {near[0]!r}? ' if near else ''}the solvers are {', '.join(names)}")
+        raise SchemeError(f"unknown solver {solver!r}: {f'did you mean {near[0]!r}? ' if near else ''}the solvers are {', '.join(names)} "
+                          f"and auto")
     missing = [m for m in ("name", "needs", "solve", "refuse") if not hasattr(solver, m)]
     if missing:
         raise SchemeError(f"{type(solver).__name__} is no solver: it lacks {', '.join(missing)} (see docs/solvers.md)")

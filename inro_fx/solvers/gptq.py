@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..numerics import Grid
 from ..passes.solve.moments import Moments
-from .search import fitted, unfit
+from .search import fitted, storable, unfit
 
 __all__ = ["GPTQ", "gptaq", "gptq"]
 
@@ -52,33 +52,34 @@ class GPTQ:
         covered = torch.zeros(len(matrix), dtype=torch.bool)
         shared = start.scale.shape[0] == 1 and matrix.shape[0] != 1
         if shared:                                             # one scale for the weight: found first, for all of its rows
-            start = fitted(work, start, None)
+            start = storable(scheme, fitted(work, start, None))
             codes, scale = start.codes(work), start.scale.expand(matrix.shape[0], -1).clone()
         for one in moments:
             rows = work[one.rows]
             covered[one.rows] = True
-            found, grid = self._solved(rows.reshape(len(one.squares), -1, rows.shape[1]), start.rows(one.rows), one, fixed=shared)
+            found, grid = self._solved(rows.reshape(len(one.squares), -1, rows.shape[1]), start.rows(one.rows), one,
+                                       None if shared else scheme)
             codes[one.rows] = found
             if not shared:
                 scale[one.rows] = grid.scale
         if not bool(covered.all()) and not shared:
             rest = ~covered
-            grid = fitted(work[rest], dataclasses.replace(start, scale=start.scale[rest]), None)
+            grid = storable(scheme, fitted(work[rest], dataclasses.replace(start, scale=start.scale[rest]), None))
             codes[rest], scale[rest] = grid.codes(work[rest]), grid.scale
         return scheme.parts_of(codes, start if shared else dataclasses.replace(start, scale=scale))
 
-    def _solved(self, weights: Tensor, start: Grid, moments: Moments, fixed: bool) -> tuple[Tensor, Grid]:
-        """Codes [rows, columns] and grid of float32 ``weights`` [blocks, rows of a block, columns]."""
+    def _solved(self, weights: Tensor, start: Grid, moments: Moments, scheme: Any) -> tuple[Tensor, Grid]:
+        """Codes [rows, columns] and grid of float32 ``weights`` [blocks, rows of a block, columns]; no ``scheme``: the grid is settled."""
         rows, columns = weights.shape[1:]
         assert moments.second is not None
         second = moments.second.double()
         mean = second.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30)
         if moments.cross is not None and self.cross:
             weights = _moved(weights, second, moments.cross, self.damping * mean)
-        second = second + torch.diag_embed((self.damping * mean)[:, None].expand(-1, columns))
+        plain, second = second, second + torch.diag_embed((self.damping * mean)[:, None].expand(-1, columns))
         flat = weights.reshape(-1, columns)
         importance = second.diagonal(dim1=1, dim2=2).float().repeat_interleave(rows, 0)
-        grid = start if fixed else fitted(flat, start, importance)
+        grid = start if scheme is None else storable(scheme, fitted(flat, start, importance))
         wide = grid.wide(columns)
         scale = wide[0].expand(len(flat), columns).reshape(weights.shape)
         zero = None if wide[1] is None else wide[1].expand(len(flat), columns).reshape(weights.shape)
@@ -87,18 +88,18 @@ class GPTQ:
         second = second.float()
         for _ in range(self.sweeps):
             codes = _sweep(weights, second, codes, scale, zero, grid.low, grid.high)
-            if not fixed:
-                grid = _refitted(weights, second, codes, grid)
+            if scheme is not None:
+                grid = storable(scheme, _refitted(weights, second, codes, grid))
                 scale = grid.wide(columns)[0].expand(len(flat), columns).reshape(weights.shape)
         codes = codes.reshape(-1, columns)
-        worse = _losses(weights, second, grid.values(codes)) > _losses(weights, second, start.values(nearest))
+        worse = _losses(weights, plain, grid.values(codes)) > _losses(weights, plain, start.values(nearest))
         codes = torch.where(worse[:, None], nearest, codes)
-        return codes, grid if fixed else start.where(worse[:, None], grid)
+        return codes, grid if scheme is None else start.where(worse[:, None], grid)
 
 
 def _losses(weights: Tensor, second: Tensor, values: Tensor) -> Tensor:
     """(w - w_hat) H (w - w_hat)^T of each row."""
-    error = weights - values.reshape(weights.shape)
+    error = (weights - values.reshape(weights.shape)).double()
     return ((error @ second) * error).sum(2).reshape(-1)
 
 

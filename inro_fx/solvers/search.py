@@ -18,7 +18,7 @@ from torch import Tensor
 from ..numerics import Grid
 from ..passes.solve.moments import Moments
 
-__all__ = ["Search", "fitted", "search", "unfit"]
+__all__ = ["Search", "fitted", "search", "storable", "unfit"]
 
 
 def unfit(scheme: Any) -> str | None:
@@ -26,6 +26,11 @@ def unfit(scheme: Any) -> str | None:
     if not hasattr(scheme, "grid") or not hasattr(scheme, "parts_of"):
         return f"the scheme {scheme.name} has no grid to choose codes on"
     return f"the scheme {scheme.name} has codes of {scheme.bits} bits, and solvers choose among 2 to 8" if scheme.bits > 8 else None
+
+
+def storable(scheme: Any, grid: Grid) -> Grid:
+    """The grid with its scales as near as the scheme stores them."""
+    return dataclasses.replace(grid, scale=scheme.stored_scale(grid.scale)) if hasattr(scheme, "stored_scale") else grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Search:
             rows = matrix[one.rows].shape[0] // len(one.squares)
             importance[one.rows] = (one.squares / max(one.count, 1)).float().repeat_interleave(rows, 0)
         work = matrix.float()
-        grid = fitted(work, scheme.grid(matrix), importance, self.least, self.steps, 2.0 if moments else self.power)
+        grid = storable(scheme, fitted(work, scheme.grid(matrix), importance, self.least, self.steps, 2.0 if moments else self.power))
         return scheme.parts_of(grid.codes(work), grid)
 
 

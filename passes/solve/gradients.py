@@ -14,6 +14,7 @@ they arrive: none is kept.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,9 +25,28 @@ from ..capture.example import Example, run, tensors_in
 from ..capture.session import brief
 from ..constants import Constant, owner_of
 
-__all__ = ["Differentiated", "probe_signs"]
+__all__ = ["Differentiated", "probe_signs", "relative_error"]
 
 See = Callable[[str, Tensor], None]
+
+
+def _replace(root: nn.Module, constant: Constant, place: nn.Parameter) -> None:
+    for each in constant.names:
+        owner, leaf = owner_of(root, each)
+        owner._parameters.pop(leaf, None)
+        owner._buffers.pop(leaf, None)
+        owner._parameters[leaf] = place
+
+
+def _held(root: nn.Module, constant: Constant) -> Tensor:
+    held: Tensor | None = None
+    with contextlib.suppress(AttributeError):
+        owner, leaf = owner_of(root, constant.name)
+        held = owner._parameters.get(leaf)
+        held = owner._buffers.get(leaf) if held is None else held
+    if held is None or tuple(held.shape) != constant.shape:
+        raise RuntimeError(f"{constant.name} is made by the first call")
+    return held
 
 
 class Differentiated:
@@ -41,21 +61,13 @@ class Differentiated:
         self.see: See | None = None
         self.places: dict[str, nn.Parameter] = {}
         for name, constant in constants.items():
-            owner, leaf = owner_of(root, name)
-            held: Tensor | None = owner._parameters.get(leaf)
-            held = owner._buffers.get(leaf) if held is None else held
-            if held is None or tuple(held.shape) != constant.shape:
-                raise RuntimeError(f"{name} is made by the first call")
+            held = _held(root, constant)
             with torch.no_grad():
                 plain = moved(name, held.clone() if held.is_inference() else held.detach())
                 place = nn.Parameter(plain, requires_grad=True)
             place.register_post_accumulate_grad_hook(self._arrived(name))
             self.places[name] = place
-            for each in constant.names:
-                owner, leaf = owner_of(root, each)
-                owner._parameters.pop(leaf, None)
-                owner._buffers.pop(leaf, None)
-                owner._parameters[leaf] = place
+            _replace(root, constant, place)
         try:
             with torch.enable_grad():
                 result = run(root, example)
@@ -92,3 +104,21 @@ def probe_signs(outputs: Sequence[Tensor], generator: torch.Generator) -> list[T
     """Directions of random signs, 0 where an output is infinite."""
     signs = [torch.randint(0, 2, y.shape, generator=generator).to(y.device, torch.float32) * 2 - 1 for y in outputs]
     return [torch.where(y.detach().isfinite(), s, 0.0) for y, s in zip(outputs, signs, strict=True)]
+
+
+def relative_error(floats: Callable[[], nn.Module], batches: Sequence[Example], constants: Mapping[str, Constant],
+                   changed: Callable[[str], Tensor | None]) -> float:
+    """The relative error of the output, over all batches, with ``changed(name)`` in the place of each weight (None: as it is); ``floats``
+    makes clones of the model."""
+    own, others = floats(), floats()
+    for name, constant in constants.items():
+        value = changed(name)
+        if value is not None:
+            _replace(others, constant, nn.Parameter(value, requires_grad=False))
+    noise = signal = 0.0
+    for batch in batches:
+        pairs = zip(tensors_in(run(own, batch)), tensors_in(run(others, batch)), strict=True)
+        for y, z in ((y, z) for y, z in pairs if y.is_floating_point()):
+            y, z = torch.where(y.isfinite(), y, 0).double(), torch.where(y.isfinite(), z, 0).double()
+            noise, signal = noise + float((z - y).square().sum()), signal + float(y.square().sum())
+    return (noise / signal) ** 0.5 if signal else 0.0

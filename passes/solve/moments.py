@@ -35,9 +35,14 @@ class Solver(Protocol):
     ``needs`` says which sums: "nothing", "squares", "second" or "cross" (each with those before it). ``optional``: it can do without.
     """
 
-    name: str
-    needs: str
-    optional: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs(self) -> str: ...
+
+    @property
+    def optional(self) -> bool: ...
 
     def refuse(self, scheme: Any) -> str | None:
         """Why the solver cannot serve a scheme, None if it can."""
