@@ -40,9 +40,9 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
     scheme
         A name (see ``inro_fx.SCHEMES``) or a `Scheme` object, for every weight that ``overrides`` does not name.
     overrides
-        ``{pattern: scheme}``, or ``{pattern: (scheme, solver)}``, where a pattern is a glob of module paths (``"layers.0.*"``; the modules below are meant too),
-        a module class or the name of an operator (``"conv2d"``), and None leaves the weight float. The first match wins; a
-        pattern that matches nothing warns.
+        ``{pattern: scheme}``, or ``{pattern: (scheme, solver)}``, where a pattern is a glob of module paths (``"layers.0.*"``; the
+        modules below are meant too), a module class or the name of an operator (``"conv2d"``), and None leaves the weight float.
+        The first match wins; a pattern that matches nothing warns.
     calibration
         Inputs like ``example_inputs``, an iterable that is run through once. A static scheme finds the range of each layer's
         inputs on all of them; the errors of the report are measured on the first eight, in the place of the example.
@@ -95,9 +95,9 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
             return small          # type: ignore[return-value]
         if options.calibrates:
             return calibrated(model, example, options, calibration)          # type: ignore[return-value]
-        if options.solves and calibration is None:
-            raise InputError(f"the solver {options.solver.name} needs calibration data: give calibration=, a series of inputs like "
-                             f"example_inputs, or use solver='search', which needs none")
+        if calibration is None and (asks := options.asks_for_data) is not None:
+            raise InputError(f"{asks} needs calibration data: give calibration=, a series of inputs like example_inputs"
+                             + (", or use solver='search', which needs none" if asks.startswith("the solver") else ""))
         batches = _first(calibration, example, None if options.solves else MOST_MEASURED)
         return quantize(model, example, batches, options)          # type: ignore[return-value]
 

@@ -71,9 +71,14 @@ class Options:
 
     @property
     def solves(self) -> bool:
-        """Does any weight get its codes from calibration data?"""
-        solvers = (self.solver, *self.overrides.solvers.values())
-        return self.bias_correction or any(s.needs != "nothing" for s in solvers)
+        """Does any weight get its codes from calibration data, where there is some?"""
+        return self.bias_correction or any(s.needs != "nothing" for s in (self.solver, *self.overrides.solvers.values()))
+
+    @property
+    def asks_for_data(self) -> str | None:
+        """What cannot do without calibration data; None if everything can."""
+        solver = next((s for s in (self.solver, *self.overrides.solvers.values()) if not s.optional), None)
+        return f"the solver {solver.name}" if solver is not None else "bias_correction" if self.bias_correction else None
 
     @property
     def calibrates(self) -> bool:
@@ -177,7 +182,8 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
                 install_weight(root, weight)
         _correct(root, solved.corrections)
         _install_programs(root, session, programs, options)
-        with _state_kept(root, session.as_they_were):
+        as_it_was = {name: value for name, value in session.as_they_were.items() if name not in solved.corrections}
+        with _state_kept(root, as_it_was):
             got = want
             for batch in measured:
                 got = run_quantized(root, batch, {path: programs[path] for path in session.captures}, errors, tick)
@@ -186,7 +192,7 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
                 got = run(root, ready)
         shares = "the model was quantized in place" if floats is None else shares_of(floats, ready, chosen, want, got)
     if not options.inplace:
-        rewind(root, session.as_they_were)
+        rewind(root, as_it_was)
         make_independent(root)
     record = make_record(session, chosen, targets, programs, errors, packer.facts, want, got, float_bytes, shares)
     for weight in chosen.weights.values():

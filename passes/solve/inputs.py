@@ -47,7 +47,9 @@ class Site:
 
     @property
     def alias(self) -> Alias | None:
-        operand = self.call.get(self.use.operand)
+        name, _, index = self.use.operand.partition(".")
+        operand = self.call.get(name)
+        operand = operand[int(index)] if index and isinstance(operand, (list, tuple)) else operand
         alias = meta_of(operand).get("alias") if isinstance(operand, fx.Node) else None
         return alias if alias is not None and alias.view else None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,10 @@ from ..carriers import LOOKUPS
 from ..failures import InputError
 from ..measure import evaluate
 from ..program import Program, meta_of
-from ..run.forward import GraphForward
+from ..run.forward import GraphForward, attach_program, detach_programs
 from .inputs import inputs_of
 from .moments import Moments
-from .plan import Target, Weight
+from .plan import Target, Weight, uses_of
 
 __all__ = ["Request", "Solved", "solve_in_order"]
 
@@ -71,14 +71,16 @@ def solve_in_order(session: Session, weights: Mapping[str, Weight], targets: Seq
     shared = {name for name in asked if len(read[name]) > 1 or (len(read[name]) == 1 and len(uses[name]) > 1)}
     run_ = _Run(session, weights, requests, progress, correct, together, solved)
     if batches and (asked or correct):
-        calls = _calls(session, batches, early=not shared and not any(p for p in session.captures if p))
+        calls = _calls(session, batches, early="" in session.captures and len(session.captures) == 1)
+        programs = {path: program for path, program in {**session.layers, **session.captures}.items() if calls[path]}
+        here = {path: [t for t in _targets_in(path, p, session, targets) if t.use.constant in requests] for path, p in programs.items()}
         floats = {name: _Sums(requests[name].needs) for name in shared}
-        for path, flats in calls.items():
-            run_.through(session.captures[path], flats, [t for t in targets if t.capture == path and t.use.constant in shared], floats)
+        for path, program in programs.items():
+            run_.through(program, calls[path], [t for t in here[path] if t.use.constant in shared], floats)
         for name in shared:
             run_.finish(name, floats[name])
-        for path, flats in calls.items():
-            run_.through(session.captures[path], flats, [t for t in targets if t.capture == path and t.use.constant in requests])
+        for path, program in programs.items():
+            run_.through(program, calls[path], here[path])
     for name in requests:
         if name not in solved.parts:
             if read[name] and name in asked and not requests[name].optional and name not in solved.without:
@@ -88,11 +90,18 @@ def solve_in_order(session: Session, weights: Mapping[str, Weight], targets: Seq
     return solved
 
 
+def _targets_in(path: str, program: Program, session: Session, targets: Sequence[Target]) -> list[Target]:
+    """The uses in a graph; those in the graph of a layer alone, which stands in for a part of a larger one, are found in it."""
+    if path in session.captures:
+        return [t for t in targets if t.capture == path]
+    return [Target(path, node.name, path, use) for node in program.graph.nodes for use in uses_of(node)]
+
+
 @contextlib.contextmanager
-def _intercepted(session: Session, take: Callable[[str, list[Any]], None]) -> Iterator[None]:
-    """While this lasts, ``take(path, inputs)`` is told of each call of a captured graph."""
+def _intercepted(session: Session, paths: Iterable[str], take: Callable[[str, list[Any]], None]) -> Iterator[None]:
+    """While this lasts, ``take(path, inputs)`` is told of each call of a graph at one of these paths."""
     saved = []
-    for path in session.captures:
+    for path in paths:
         module: Any = session.root.get_submodule(path)
         assert isinstance(module, GraphForward)
         runner = module._inro_runners[0]
@@ -115,17 +124,36 @@ class _Reached(Exception):
 
 
 def _calls(session: Session, batches: Sequence[Example], early: bool) -> dict[str, list[list[Any]]]:
-    """What each captured graph is called with; ``early``: the model itself is one, and nobody wants its output."""
-    calls: dict[str, list[list[Any]]] = {path: [] for path in session.captures}
+    """What each captured graph is called with; ``early``: the model itself is one, and nobody wants its output. On batches that the
+    model's graph does not cover, its code runs as Python, and what counts are the graphs of single layers."""
+    calls: dict[str, list[list[Any]]] = {path: [] for path in {**session.captures, **session.layers}}
+    seen: list[str] = []
 
     def take(path: str, flat: list[Any]) -> None:
         calls[path].append([x.clone() if isinstance(x, Tensor) else x for x in flat])
+        seen.append(path)
         if early:
             raise _Reached
-    with _intercepted(session, take):
+    missed = []
+    with _intercepted(session, session.captures, take):
         for batch in batches:
+            seen.clear()
             with contextlib.suppress(_Reached):
                 run(session.root, batch)
+            if not seen:
+                missed.append(batch)
+    layers = {path: p for path, p in session.layers.items() if path not in session.captures}
+    if missed and layers:
+        early = False
+        for path, program in layers.items():
+            attach_program(session.root.get_submodule(path), program)
+        try:
+            with _intercepted(session, layers, take):
+                for batch in missed:
+                    run(session.root, batch)
+        finally:
+            for path in layers:
+                detach_programs(session.root.get_submodule(path))
     return calls
 
 
