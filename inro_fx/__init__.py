@@ -47,11 +47,10 @@ from .passes.carriers import register_operator  # noqa: E402
 from .report import ProgramCalls, Report, Row, Skipped, report  # noqa: E402
 from .save import save  # noqa: E402
 from .schemes import SCHEMES, Scheme, static, uniform  # noqa: E402
-from .solvers import SOLVERS, Moments, Solver  # noqa: E402
+from .solvers import Moments, Solver  # noqa: E402
 
 __all__ = [
     "SCHEMES",
-    "SOLVERS",
     "Allocation",
     "Benchmark",
     "BitPlan",

@@ -35,7 +35,7 @@ from .passes.scheme import Scheme, activation_of_scheme
 from .passes.solve.gradients import Differentiated, probe_signs, relative_error
 from .passes.solve.plan import Overrides, Weight, find_targets, plan, with_scheme
 from .progress import progress_bar
-from .schemes import describe_scheme, find_scheme, int8, read_scheme, uniform
+from .schemes import GROUPS, describe_scheme, find_scheme, int8, read_scheme
 from .solvers import Solver, find_solver
 from .steps import Options, apart_from, captured, quantize
 
@@ -43,7 +43,7 @@ __all__ = ["Allocation", "BitPlan", "Budget", "plan_for"]
 
 MOST_RUN = 4               # batches on which errors of whole models are measured
 PROBES = 12                # random directions of the output; with so many the estimate is within some 20 % of the truth
-FORMATS: tuple[Scheme | None, ...] = (*(uniform(q, 32, full_range=True, scale_dtype="float16") for q in (1, 3, 7, 15, 31)), int8, None)
+FORMATS: tuple[Scheme | None, ...] = (*GROUPS, int8, None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command ``inro-fx``: demo, quantize, report, draw and bench, on any model that Python can import; show, on a saved file."""
+"""The command ``inro-fx``: demo, quantize, report, draw, plan and bench, on any model that Python can import; show, on a saved file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from . import __version__
-from .api import quantize_graph
+from .allocation import Budget
+from .api import plan_bits, quantize_graph
 from .atomic import refuse_unwritable, write_bytes
 from .benchmark import benchmark
 from .draw import FORMATS, draw
@@ -27,6 +28,7 @@ from .manifest import record_of, shown
 from .report import Report, report
 from .save import save
 from .schemes import SCHEMES, uniform
+from .solvers import SOLVERS
 from .steps import CAPTURES
 
 __all__ = ["main"]
@@ -35,6 +37,8 @@ EXAMPLES = """examples:
   inro-fx demo
   inro-fx report mypackage.models:resnet --inputs 1x3x224x224
   inro-fx quantize mypackage.models:bert --inputs int:1x128 --scheme int8_dynamic --override pooler=none --out small/
+  inro-fx quantize mypackage.models:bert --inputs int:1x128 --bits 4.5 --calibration mypackage.models:batches --solver auto --out small/
+  inro-fx plan mypackage.models:bert --inputs int:1x128 --bits 4.5 --out bert.svg
   inro-fx show small/model.safetensors
   inro-fx bench mypackage.models:bert --inputs int:1x128 --scheme int8_dynamic
   inro-fx draw mypackage.models:bert --inputs mypackage.models:example --out bert.svg
@@ -71,25 +75,50 @@ def _parser() -> argparse.ArgumentParser:
             ("draw", _draw, "draw the quantized graph as .txt, .dot, .svg, .png or .pdf", "FILE"),
             ("bench", _bench, "time the float and the quantized model in turns, whole and layer by layer", "FILE")):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        command.add_argument("model", metavar="MODULE:NAME", help="an nn.Module, or a function that returns one or (model, inputs)")
-        command.add_argument("--inputs", metavar="SPEC", help="shapes such as 1x3x224x224 or int:1x128 (comma between arguments), "
-                             "or MODULE:NAME of the inputs or a function that makes them")
-        command.add_argument("--override", action="append", default=[], metavar="PATTERN=SCHEME",
-                             help="another scheme for matching layers, 'none' leaves them float; may be repeated")
-        command.add_argument("--capture", choices=CAPTURES, default="auto", help="how to capture the graph (%(default)s)")
-        command.add_argument("--calibration", metavar="MODULE:NAME", help="an iterable of inputs, or a function that makes one: "
-                             "errors are measured on it, and int8_static takes its ranges from it")
+        _add_model(command)
         command.add_argument("--fold-batchnorm", action="store_true", help="multiply batch norms into the convolutions before them")
         command.add_argument("--out", type=Path, metavar=out, required=name in ("quantize", "draw"),
                              help=f"the {out.lower()} to write")
+        command.add_argument("--solver", default="nearest", help="what chooses the codes: "
+                             f"{', '.join(x.name for x in SOLVERS)} or auto (%(default)s); gptq and gptaq need --calibration")
+        command.add_argument("--bias-correction", action="store_true", help="biases take up the mean errors of their layers")
+        _add_budget(command)
         _add_scheme(command)
         command.set_defaults(run=run)
+
+    plan = commands.add_parser("plan", help="what each number format would do to the output at each weight, and the best for a budget",
+                               description="Measures what each format of each weight does to the output. Prints the table, with the choices "
+                               "for a budget marked; --out writes the plan as .json, or its curve as .svg.")
+    _add_model(plan)
+    plan.add_argument("--solver", default="nearest", help="the solver whose errors are measured: nearest or search (%(default)s)")
+    plan.add_argument("--out", type=Path, action="append", default=[], metavar="FILE", help="a .json or .svg to write; may be repeated")
+    _add_budget(plan)
+    plan.set_defaults(run=_plan)
 
     show = commands.add_parser("show", help="print what a saved file holds, without a model",
                                description="Print what a file that save or quantize wrote holds. It is checked as load checks it.")
     show.add_argument("file", type=Path, metavar="FILE.safetensors")
     show.set_defaults(run=_show)
     return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODULE:NAME", help="an nn.Module, or a function that returns one or (model, inputs)")
+    parser.add_argument("--inputs", metavar="SPEC", help="shapes such as 1x3x224x224 or int:1x128 (comma between arguments), "
+                        "or MODULE:NAME of the inputs or a function that makes them")
+    parser.add_argument("--override", action="append", default=[], metavar="PATTERN=SCHEME",
+                        help="another scheme for matching layers, none leaves them float, SCHEME:SOLVER names a solver; may be repeated")
+    parser.add_argument("--capture", choices=CAPTURES, default="auto", help="how to capture the graph (%(default)s)")
+    parser.add_argument("--calibration", metavar="MODULE:NAME", help="an iterable of inputs, or a function that makes one: "
+                        "errors are measured on it, int8_static takes its ranges from it, and solvers their codes")
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--bits", type=float, metavar="N", help="choose each layer's format: N bits a weight, on average")
+    group.add_argument("--bytes", type=float, metavar="N", help="the same, for a model of N bytes")
+    group.add_argument("--ratio", type=float, metavar="N", help="the same, for a model of N times the float one's bytes")
+    group.add_argument("--error", type=float, metavar="N", help="the same, for a relative error of the output of N at most")
 
 
 def _add_scheme(parser: argparse.ArgumentParser) -> None:
@@ -145,6 +174,27 @@ def _draw(options: argparse.Namespace) -> None:
     if options.out.suffix in (".svg", ".png", ".pdf") and shutil.which("dot") is None:
         raise MissingTool(f"drawing {options.out.suffix} needs the program dot: install Graphviz, or draw to .txt or .dot")
     print(f"wrote {draw(_quantized(options, model, inputs), options.out)}")
+
+
+def _plan(options: argparse.Namespace) -> None:
+    for file in options.out:
+        refuse_unwritable(file)
+        if file.suffix not in (".json", ".svg"):
+            raise InputError(f"{file.name}: a plan ends in .json, its curve in .svg")
+    model, inputs = _model_and_inputs(options)
+    budget = _budget(options)
+    plan = plan_bits(model, inputs, overrides=_overrides(options), calibration=_calibration(options), solver=options.solver,
+                     capture=options.capture)
+    chosen = None if budget is None else plan.solve(budget)
+    print(plan.table(chosen))
+    if chosen is not None:
+        print(f"\n{chosen.bits:.2f} bits a weight, {chosen.bytes:,} bytes in all, predicted error of the output {chosen.error:.2%}")
+    for file in options.out:
+        if file.suffix == ".svg":
+            plan.curve(file)
+        else:
+            plan.save(file)
+        print(f"wrote {file}")
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -230,15 +280,30 @@ def _model_and_inputs(options: argparse.Namespace) -> tuple[nn.Module, Any]:
 def _quantized(options: argparse.Namespace, model: Any = None, inputs: Any = None) -> nn.Module:
     if model is None:
         model, inputs = _model_and_inputs(options)
-    overrides = {}
+    return quantize_graph(model, inputs, _scheme(options.scheme), overrides=_overrides(options), calibration=_calibration(options),
+                          capture=options.capture, fold_batchnorm=options.fold_batchnorm, solver=options.solver,
+                          bias_correction=options.bias_correction, budget=_budget(options))
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+    overrides: dict[str, Any] = {}
     for entry in options.override:
         pattern, equals, scheme = entry.rpartition("=")
         if not equals:
             raise InputError(f"--override {entry}: write PATTERN=SCHEME, for example --override 'encoder.*=int8' or head=none")
-        overrides[pattern] = None if scheme.lower() == "none" else _scheme(scheme)
-    calibration = None if options.calibration is None else _inputs(options.calibration)
-    return quantize_graph(model, inputs, _scheme(options.scheme), overrides=overrides, calibration=calibration,
-                          capture=options.capture, fold_batchnorm=options.fold_batchnorm)
+        scheme, _, solver = scheme.partition(":")
+        chosen = None if scheme.lower() == "none" else _scheme(scheme)
+        overrides[pattern] = (chosen, solver) if solver else chosen
+    return overrides
+
+
+def _calibration(options: argparse.Namespace) -> Any:
+    return None if options.calibration is None else _inputs(options.calibration)
+
+
+def _budget(options: argparse.Namespace) -> Budget | None:
+    given = {name: value for name in ("bits", "bytes", "ratio", "error") if (value := getattr(options, name)) is not None}
+    return Budget(**given) if given else None
 
 
 def _scheme(text: str) -> Any:

@@ -77,7 +77,8 @@ def _facts(weight: Weight, matrix: Tensor, parts: Mapping[str, Tensor]) -> dict[
         piece = {part: value if part in weight.single_row else value[rows] for part, value in parts.items()}
         restored: Tensor = weight.scheme.unpack(piece, weight.layout.columns, weight.constant.dtype)
         return restored
-    scale, integers = parts.get("scale"), getattr(weight.scheme, "integers", None)
+    scale = None if "scale" not in parts else parts["scale"].abs()          # its sign says which side of 0 has one code more
+    integers = getattr(weight.scheme, "integers", None)
     return dict(
         error=weight_error(matrix, restore),
         entropy=entropy(integers(parts, weight.layout.columns)) if integers is not None else None,

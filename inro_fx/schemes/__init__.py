@@ -1,4 +1,4 @@
-"""Number formats. One file per scheme, one line in `SCHEMES` to give it a name."""
+"""Number formats. One file per scheme, one line in `SCHEMES` (or `GROUPS`: few bits, for solvers and budgets) to give it a name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import SchemeError
 from ..passes.scheme import Scheme
+from .groups import int2_g32, int3_g32, int4_g32, int5_g32, int6_g32
 from .int4 import int4
 from .int8 import int8
 from .int8_dynamic import Int8Dynamic, int8_dynamic
@@ -17,12 +18,13 @@ from .int8_static import Int8Static, int8_static, static
 from .int8_tensor import int8_tensor
 from .uniform import Uniform, uniform
 
-__all__ = ["SCHEMES", "Int8Dynamic", "Int8Static", "Scheme", "Uniform", "describe_scheme", "find_scheme", "read_scheme", "static",
+__all__ = ["GROUPS", "SCHEMES", "Int8Dynamic", "Int8Static", "Scheme", "Uniform", "describe_scheme", "find_scheme", "read_scheme", "static",
            "uniform"]
 
 SCHEMES: tuple[Scheme, ...] = (int8, int8_tensor, int8_dynamic, int8_static, int8_rowwise_full, int4)
 
 
+GROUPS: tuple[Scheme, ...] = (int2_g32, int3_g32, int4_g32, int5_g32, int6_g32)          # what a budget chooses among
 _CLASSES = {c.__name__: c for c in (Uniform, Int8Dynamic, Int8Static)}
 
 
@@ -41,7 +43,7 @@ def read_scheme(description: Mapping[str, Any], given: Sequence[Scheme]) -> Sche
     if own is not None:
         return own
     if "kind" not in description:
-        if name not in [s.name for s in SCHEMES]:
+        if name not in [s.name for s in (*SCHEMES, *GROUPS)]:
             raise SchemeError(f"the file needs the scheme {ascii(name)[:80]}, which is somebody's own: "
                               f"give it to load, schemes=[that_scheme]")
         return find_scheme(name)
@@ -67,7 +69,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "full_range": (bool,), "scale_dtype": (str,), "observer": (str,), "symmetric": (bool,), "low_input": _NUMBER, "high_input": _NUMBER}
 
 
-def find_scheme(scheme: str | Scheme, known: Sequence[Scheme] = SCHEMES) -> Scheme:
+def find_scheme(scheme: str | Scheme, known: Sequence[Scheme] = (*SCHEMES, *GROUPS)) -> Scheme:
     """The scheme of that name, or the object itself.
 
     Raises `SchemeError` with the nearest name for an unknown one, and for an object that is no scheme.

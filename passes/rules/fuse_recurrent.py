@@ -95,8 +95,7 @@ def _weight_of(operand: Any, context: Context) -> Weight | None:
 
 def _refuse(match: Match, context: Context) -> str | None:
     layer = layer_of(match.root)
-    _, first = used(match.root, context)
-    operator = first.scheme.operator("recurrent")
+    operator = used(match.root, context)[1].scheme.operator("recurrent")
     if isinstance(operator, str):
         return operator
     if layer is None:
@@ -104,14 +103,18 @@ def _refuse(match: Match, context: Context) -> str | None:
     if layer.dropout:
         return "dropout between the layers"
     for group in groups_of(layer):
+        operators = set()
         for operand in _matrices(layer, group):
             weight = _weight_of(operand, context)
             if weight is None:
                 return "one of its matrices stays float, or is a part of another one"
-            if weight.scheme.operator("recurrent") != operator:
-                return "its matrices have different schemes"
+            if isinstance(found := weight.scheme.operator("recurrent"), str):
+                return found
+            operators.add(found)
             if not constant_chain(operand):
                 return "one of its matrices depends on the input"
+        if len(operators) > 1:
+            return "the matrices of one layer and direction have different schemes"
     return None
 
 
@@ -128,7 +131,6 @@ def _fuse(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
     layer = layer_of(match.root)
     assert layer is not None
     call, item = graph.call_function, operator.getitem
-    function, (dynamic, *trailing) = operator_of(used(match.root, context)[1], "recurrent")
     is_lstm = layer.cell == "lstm"
     if not is_lstm:
         states: list[Any] = [layer.state, None]
@@ -146,6 +148,9 @@ def _fuse(graph: fx.Graph, match: Match, context: Context) -> fx.Node:
         for direction in range(layer.directions):
             number = depth * layer.directions + direction
             group = groups[number]
+            first = _weight_of(group[0], context)
+            assert first is not None
+            function, (dynamic, *trailing) = operator_of(first, "recurrent")
             h, c = (s if s is None or layer.single else call(item, (s, number)) for s in states)
             if (seen := meta_of(states[0]).get("value")) is not None and not layer.single:
                 annotate(h, value=dataclasses.replace(seen, shape=seen.shape[1:]))

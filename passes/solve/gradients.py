@@ -15,6 +15,7 @@ they arrive: none is kept.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -69,7 +70,8 @@ class Differentiated:
             self.places[name] = place
             _replace(root, constant, place)
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")              # of torch, that values which want gradients are asked for as numbers
                 result = run(root, example)
         except Exception as error:
             raise RuntimeError(f"the model does not run with gradients ({brief(error)})") from error
