@@ -32,7 +32,7 @@ from .passes.constants import Constant
 from .passes.program import meta_of
 from .passes.rules.fuse_recurrent import groups_of, layer_of
 from .passes.scheme import Scheme, activation_of_scheme
-from .passes.solve.gradients import Differentiated, probe_signs, relative_error
+from .passes.solve.gradients import Differentiated, difference, probe_signs, relative_error
 from .passes.solve.plan import Overrides, Weight, find_targets, plan, with_scheme
 from .progress import progress_bar
 from .schemes import GROUPS, describe_scheme, find_scheme, int8, read_scheme
@@ -245,13 +245,21 @@ def within(model: nn.Module, example: Example, batches: list[Example], options: 
     """The model quantized for a budget: as the plan says, or with one format for all weights where that measures better."""
     bits, measure = _planned(model, example, batches, options, formats, PROBES)
     allocation, same = bits.solve(budget), bits.best_uniform(budget)
-    if same is not None and same != allocation:
+
+    def quantized(chosen: Allocation, inplace: bool = options.inplace) -> nn.Module:
+        pairs = {**dict(options.overrides.entries), **chosen.overrides}
+        overrides = Overrides(pairs, model, options.overrides.solvers)
+        return quantize(model, example, batches, dataclasses.replace(options, overrides=overrides, inplace=inplace))
+    if same is None or same == allocation:
+        return quantized(allocation)
+    if options.solver.optional:                            # what was measured has the codes that the model will have
         index = bits.formats.index(next(iter(same.formats.values())))
-        if measure(allocation) > (bits.uniform[index] or 0.0):
-            allocation = same
-    pairs = {**dict(options.overrides.entries), **allocation.overrides}
-    chosen = dataclasses.replace(options, overrides=Overrides(pairs, model, options.overrides.solvers))
-    return quantize(model, example, batches, chosen)
+        return quantized(same if measure(allocation) > (bits.uniform[index] or 0.0) else allocation)
+    both = [quantized(chosen, False) for chosen in (allocation, same)]
+    floats = clone(model)
+    errors = [difference(floats, small, batches[:MOST_RUN]) for small in both]
+    better = errors[1] < errors[0]
+    return quantized((allocation, same)[better]) if options.inplace else both[better]
 
 
 # ---- making a plan ----

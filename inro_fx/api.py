@@ -27,7 +27,7 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
                    capture: str = "auto", inplace: bool = False, fold_batchnorm: bool = False,
                    strict: bool = False, passes: Sequence[Pass] = (), solver: str | Solver = "nearest",
                    bias_correction: bool = False, budget: Budget | None = None, formats: Sequence[Any] = FORMATS,
-                   group: Any = None) -> Model:
+                   equalize: str | None = None, group: Any = None) -> Model:
     """A model that does the same job as ``model`` with integer weights.
 
     Parameters
@@ -65,6 +65,9 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
         A `Budget`: each weight gets the one of ``formats`` with which the output loses least for it (`plan_bits`).
     formats
         Schemes, and None for float, among which a budget chooses; by default 2 to 6 bits in groups of 32, int8, and float.
+    equalize
+        Before anything else, "smooth", "awq" or "cle" moves scale from channels of values into the weights that read them, by powers of
+        two: the float model stays the same, bit for bit. `explain` says where, and where not and why.
     group
         A process group of ``torch.distributed`` whose processes hold a share of the calibration data each; all get the same codes.
 
@@ -84,7 +87,7 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
     (torch.Size([3, 10]), torch.int8)
     """
     options = options_of(model, scheme, overrides, capture, inplace, fold_batchnorm, strict, passes, solver, bias_correction, group,
-                         calibration is not None)
+                         calibration is not None, equalize)
     example = Example.of(example_inputs)
     if formats is not FORMATS and budget is None:
         raise InputError("formats= are what a budget chooses among: give budget=, or one scheme")

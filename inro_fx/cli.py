@@ -86,9 +86,9 @@ def _parser() -> argparse.ArgumentParser:
         _add_scheme(command)
         command.set_defaults(run=run)
 
-    plan = commands.add_parser("plan", help="what each number format would do to the output at each weight, and the best for a budget",
-                               description="Measures what each format of each weight does to the output. Prints the table, with the choices "
-                               "for a budget marked; --out writes the plan as .json, or its curve as .svg.")
+    plan = commands.add_parser("plan", help="what each format of each weight would do to the output, and the best for a budget",
+                               description="Measures what each format of each weight does to the output. Prints the table, with the "
+                               "choices for a budget marked; --out writes the plan as .json, or its curve as .svg.")
     _add_model(plan)
     plan.add_argument("--solver", default="nearest", help="the solver whose errors are measured: nearest or search (%(default)s)")
     plan.add_argument("--out", type=Path, action="append", default=[], metavar="FILE", help="a .json or .svg to write; may be repeated")

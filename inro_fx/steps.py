@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .attribution import shares_of
 from .checks import check_model
+from .equalization import EQUALIZATIONS, equalize
 from .errors import InputError, InroError, ModelError, SchemeError
 from .observers import Observer
 from .packing import Packer, keep_codes, settle_inputs, take_codes
@@ -68,17 +69,24 @@ class Options:
     solver: Solver = nearest
     bias_correction: bool = False
     group: Any = None
+    equalize: str | None = None
 
     @property
     def solves(self) -> bool:
         """Does any weight get its codes from calibration data, where there is some?"""
-        return self.bias_correction or any(s.needs != "nothing" for s in (self.solver, *self.overrides.solvers.values()))
+        solvers = (self.solver, *self.overrides.solvers.values())
+        return self.bias_correction or self._equalizes_data or any(s.needs != "nothing" for s in solvers)
+
+    @property
+    def _equalizes_data(self) -> bool:
+        return self.equalize is not None and EQUALIZATIONS[self.equalize][1]
 
     @property
     def asks_for_data(self) -> str | None:
         """What cannot do without calibration data; None if everything can."""
         solver = next((s for s in (self.solver, *self.overrides.solvers.values()) if not s.optional), None)
-        return f"the solver {solver.name}" if solver is not None else "bias_correction" if self.bias_correction else None
+        return f"the solver {solver.name}" if solver is not None else "bias_correction" if self.bias_correction \
+            else f"equalize={self.equalize!r}" if self._equalizes_data else None
 
     @property
     def calibrates(self) -> bool:
@@ -87,13 +95,15 @@ class Options:
 
 
 def options_of(model: nn.Module, scheme: Any, overrides: Any, capture: str = "auto", inplace: bool = False, fold_batchnorm: bool = False,
-               strict: bool = False, passes: Sequence[Pass] = (), solver: Any = "nearest", bias_correction: bool = False, group: Any = None,
-               with_data: bool = False) -> Options:
+               strict: bool = False, passes: Sequence[Pass] = (), solver: Any = "nearest", bias_correction: bool = False,
+               group: Any = None, with_data: bool = False, equalize: str | None = None) -> Options:
     """The options of a call, checked: `ModelError`, `InputError` and `SchemeError` say what is wrong."""
     default = find_scheme(scheme)
     check_model(model, inplace=inplace)
     if capture not in CAPTURES:
         raise InputError(f"capture={capture!r}: it is one of {', '.join(map(repr, CAPTURES))}")
+    if equalize is not None and equalize not in EQUALIZATIONS:
+        raise InputError(f"equalize={equalize!r}: it is one of {', '.join(map(repr, EQUALIZATIONS))}, or None")
     if not isinstance(overrides or {}, Mapping):
         raise SchemeError(f"overrides must be a dict of pattern: scheme, got {type(overrides).__name__}")
     if not all(callable(p) for p in passes):
@@ -102,7 +112,7 @@ def options_of(model: nn.Module, scheme: Any, overrides: Any, capture: str = "au
     overriding = Overrides({k: v if v is None else find_scheme(v) for k, (v, _) in pairs.items()}, model,
                            {k: find_solver(v, with_data) for k, (_, v) in pairs.items() if v is not None})
     return Options(default, overriding, capture, inplace, fold_batchnorm, strict, tuple(passes), find_solver(solver, with_data),
-                   bias_correction, group)
+                   bias_correction, group, equalize)
 
 
 @functools.cache
@@ -148,6 +158,19 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
         session, got, ready = captured(root, example, options.capture)
         if (difference := compare(want, got)) is not None:
             raise ModelError(f"folding batch norms changes this model ({difference}): quantize with fold_batchnorm=False")
+    logs: dict[str, tuple[tuple[str, str, str], ...]] = {}
+    equalized: list[str] = []
+    if options.equalize is not None:
+        same = [ready if b is example else dataclasses.replace(b, draws=ready.draws) for b in batches]
+        equalized = equalize(session, options.equalize, same, options.default)
+        logs = {path: program.log for path, program in session.captures.items()}
+        for module in list(session.root.modules()):
+            detach_programs(module)
+        session, got, ready = captured(root, example, options.capture)
+        if (difference := compare(want, got)) is not None:
+            raise ModelError(f"equalizing changes this model ({difference}): quantize with equalize=None")
+        for path, program in session.captures.items():
+            program.log = logs.get(path, ())
     batches = [ready if b is example else dataclasses.replace(b, draws=ready.draws) for b in batches]
     options.overrides.see(root)
     targets = find_targets(session)
@@ -161,7 +184,7 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
 
     context = Context(root, chosen.weights)
     programs = {path: run_passes(p, context, options.passes) for path, p in {**session.layers, **session.captures}.items()}
-    target = _Target(model, session, chosen, folded) if options.inplace else None
+    target = _Target(model, session, chosen, folded, equalized) if options.inplace else None
     packer = Packer(session, chosen, steps or {}, {**given, **solved.parts})
     errors: dict[Any, Any] = {}
     with progress_bar(2 * len(decided) * len(measured), "quantizing") as tick:
@@ -174,7 +197,7 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
         for name in chosen.weights:
             packer.pack(name)
         session.state.restore()
-        floats = None if target is not None else apart_from(clone(root) if folded else clone(model), session)
+        floats = None if target is not None else apart_from(clone(root) if folded or equalized else clone(model), session)
         if target is not None:
             root = target.root(packer)
         else:
@@ -313,8 +336,9 @@ class _Target:
     """The user's model while it is quantized in place: untouched until the first codes are there, and from then on every weight is
     either float or codes, so that it runs whatever happens."""
 
-    def __init__(self, model: nn.Module, session: Session, chosen: Plan, folded: Sequence[tuple[str, str]]):
+    def __init__(self, model: nn.Module, session: Session, chosen: Plan, folded: Sequence[tuple[str, str]], equalized: Sequence[str]):
         self.model, self.session, self.chosen, self.folded = model, session, chosen, folded
+        self.changed = {*equalized, *(f"{conv}.{name}" for conv, _ in folded for name in ("weight", "bias"))}
         self.ready = False
 
     def _prepare(self) -> None:
@@ -333,7 +357,7 @@ class _Target:
                 continue
             for kind, theirs in ((mine._parameters, module._parameters), (mine._buffers, module._buffers)):
                 for name, tensor in theirs.items():
-                    if name not in kind or (path in {conv for conv, _ in self.folded} and name in ("weight", "bias")):
+                    if name not in kind or f"{path}.{name}".lstrip(".") in self.changed:
                         mine.__dict__.pop(name, None)
                         kind[name] = tensor
             mine._non_persistent_buffers_set |= module._non_persistent_buffers_set

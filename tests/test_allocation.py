@@ -211,7 +211,7 @@ def test_at_equal_bytes_never_worse_than_the_best_format_for_all(planned, bits, 
     assert spent * 8 <= bits * count
     same = inro_fx.quantize_graph(model, data[0], f"int{int(bits)}_g32", calibration=data, solver=solver)
     assert sum(r.quantized_bytes for r in inro_fx.report(same).rows) * 8 <= bits * count
-    assert relative(small, model, data) <= relative(same, model, data) * (1.001 if solver == "search" else 1.1)
+    assert relative(small, model, data) <= relative(same, model, data) * 1.001
 
 
 def test_a_sensitive_layer_gets_the_bits():

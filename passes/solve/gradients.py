@@ -26,7 +26,7 @@ from ..capture.example import Example, run, tensors_in
 from ..capture.session import brief
 from ..constants import Constant, owner_of
 
-__all__ = ["Differentiated", "probe_signs", "relative_error"]
+__all__ = ["Differentiated", "difference", "probe_signs", "relative_error"]
 
 See = Callable[[str, Tensor], None]
 
@@ -117,9 +117,14 @@ def relative_error(floats: Callable[[], nn.Module], batches: Sequence[Example], 
         value = changed(name)
         if value is not None:
             _replace(others, constant, nn.Parameter(value, requires_grad=False))
+    return difference(own, others, batches)
+
+
+def difference(floats: nn.Module, others: nn.Module, batches: Sequence[Example]) -> float:
+    """The relative error of the output of ``others``, over all batches."""
     noise = signal = 0.0
     for batch in batches:
-        pairs = zip(tensors_in(run(own, batch)), tensors_in(run(others, batch)), strict=True)
+        pairs = zip(tensors_in(run(floats, batch)), tensors_in(run(others, batch)), strict=True)
         for y, z in ((y, z) for y, z in pairs if y.is_floating_point()):
             y, z = torch.where(y.isfinite(), y, 0).double(), torch.where(y.isfinite(), z, 0).double()
             noise, signal = noise + float((z - y).square().sum()), signal + float(y.square().sum())
