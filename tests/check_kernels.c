@@ -113,10 +113,15 @@ static int check_groups(int64_t rows, int64_t in, int64_t out, int bits, int64_t
         if (dtype == FLOAT32) ((float *)x)[i] = floats[i];
         else narrow(floats + i, 1, dtype, (uint16_t *)x + i, level);
     }
+    const int halves = draw() % 2;                         /* scales in half precision: these are exact in it */
+    uint16_t *half = malloc((size_t)(out * groups) * sizeof(uint16_t));
+    narrow(scale, out * groups, FLOAT16, half, level);
+    const void *by = halves ? (void *)half : (void *)scale;
+    const int by_dtype = halves ? FLOAT16 : FLOAT32;
     const int panels = rows > 8 && groups > 1 && inro_has_panels(level, bits, group);
-    const layer l = {x, codes, scale, bias, y, rows, in, stride, out, group, groups, bits, dtype, FLOAT32, 2, threads, level, NULL, NULL, NULL};
+    const layer l = {x, codes, by, bias, y, rows, in, stride, out, group, groups, bits, dtype, by_dtype, 2, threads, level, NULL, NULL, NULL};
     int bad = (panels ? inro_linear(&l) : inro_linear_groups(&l))
-        || inro_expand(codes, out, in, bits, group, scale, FLOAT32, groups, ids, rowsof, dtype, threads, level);
+        || inro_expand(codes, out, in, bits, group, by, by_dtype, groups, ids, rowsof, dtype, threads, level);
     const double unit = dtype == FLOAT32 ? 1e-6 : dtype == BFLOAT16 ? 4e-3 : 5e-4;
     for (int64_t n = 0; n < out && !bad; n++) {
         for (int64_t k = 0; k < in && !bad; k++) {
@@ -135,7 +140,7 @@ static int check_groups(int64_t rows, int64_t in, int64_t out, int bits, int64_t
     }
     if (bad) printf("groups: rows %lld in %lld out %lld bits %d group %lld dtype %d level %d threads %d\n", (long long)rows, (long long)in,
                     (long long)out, bits, (long long)group, dtype, level, threads);
-    free(w); free(codes); free(scale); free(floats); free(x); free(bias); free(y); free(rowsof); free(ids);
+    free(w); free(codes); free(scale); free(half); free(floats); free(x); free(bias); free(y); free(rowsof); free(ids);
     return bad;
 }
 
@@ -161,8 +166,8 @@ static int check_halves(int level) {
             for (int64_t k = 0; k < out * in; k++) w[k] = (int8_t)((int)(draw() % 255) - 127);
             for (int64_t k = 0; k < rows * in; k++) wide[k] = (float)((int32_t)draw() % 128) / 64.0f;
             narrow(wide, rows * in, dtype, x, level);
-            const layer whole = {wide, w, &one, NULL, want, rows, in, in, out, 0, 0, 8, FLOAT32, 2, 3, level, NULL, NULL, NULL};
-            const layer half = {x, w, &one, NULL, y, rows, in, in, out, 0, 0, 8, dtype, 2, 3, level, NULL, NULL, NULL};
+            const layer whole = {wide, w, &one, NULL, want, rows, in, in, out, 0, 0, 8, FLOAT32, FLOAT32, 2, 3, level, NULL, NULL, NULL};
+            const layer half = {x, w, &one, NULL, y, rows, in, in, out, 0, 0, 8, dtype, FLOAT32, 2, 3, level, NULL, NULL, NULL};
             bad += inro_linear(&whole) != 0;
             bad += inro_linear(&half) != 0;
             for (int64_t k = 0; k < rows * out; k++) bad += !(fabsf(one_of(y, dtype, k) - want[k]) <= 4e-3f * fabsf(want[k]) + 2e-2f);

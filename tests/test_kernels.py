@@ -500,12 +500,18 @@ def test_no_inputs_at_all():
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [0, 16, 32, 64, 128])
 @pytest.mark.parametrize("inner", [64, 100, 512])
-def test_groups_at_every_number_of_rows(rows, bits, group, inner):
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16])
+def test_groups_at_every_number_of_rows(rows, bits, group, inner, scale_dtype):
     g = torch.Generator().manual_seed(rows)
     codes = torch.randint(-(1 << bits - 1), 1 << bits - 1, (37, inner), generator=g, dtype=torch.int8)
     scale, x = torch.rand(37, -(-inner // group) if group else 1, generator=g) + 0.5, torch.rand(rows, inner, generator=g)
-    got = torch.ops.inro_fx.linear(x, pack_bits(codes, bits) if bits < 8 else codes, scale, None, bits, group, inner)
-    close(got, torch.nn.functional.linear(x.double(), unscale(codes, scale, group, torch.float64)).float())
+    scale = (scale * (torch.rand(scale.shape, generator=g) - 0.5).sign()).to(scale_dtype)          # of either sign
+    stored = pack_bits(codes, bits) if bits < 8 else codes
+    want = unscale(codes, scale, group, torch.float64)
+    close(torch.ops.inro_fx.linear(x, stored, scale, None, bits, group, inner), torch.nn.functional.linear(x.double(), want).float())
+    assert torch.equal(torch.ops.inro_fx.dequantize(stored, scale, bits, group, inner, torch.float32), want.float())
+    ids = torch.tensor([[3, 36], [0, 3]])
+    assert torch.equal(torch.ops.inro_fx.embedding(ids, stored, scale, bits, group, inner, torch.float32), want.float()[ids])
 
 
 @needs_library
