@@ -5,9 +5,21 @@ Importing this package registers all of them.
 """
 
 from ..kernels import register
-from . import conv, conv_static, dequantize, embedding, linear, linear_dynamic, linear_static, max_pool2d, quantize, recurrent
+from . import (
+    affine,
+    conv,
+    conv_static,
+    dequantize,
+    embedding,
+    linear,
+    linear_dynamic,
+    linear_static,
+    max_pool2d,
+    quantize,
+    recurrent,
+)
 
-__all__ = ["conv", "conv_static", "dequantize", "embedding", "linear", "linear_dynamic", "linear_static", "max_pool2d", "quantize",
-           "recurrent"]
+__all__ = ["affine", "conv", "conv_static", "dequantize", "embedding", "linear", "linear_dynamic", "linear_static", "max_pool2d",
+           "quantize", "recurrent"]
 
 register()

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import SchemeError
 from ..passes.scheme import Scheme
+from .affine import Affine, int4_affine
 from .groups import int2_g32, int3_g32, int4_g32, int5_g32, int6_g32
 from .int4 import int4
 from .int8 import int8
@@ -18,14 +19,14 @@ from .int8_static import Int8Static, int8_static, static
 from .int8_tensor import int8_tensor
 from .uniform import Uniform, uniform
 
-__all__ = ["GROUPS", "SCHEMES", "Int8Dynamic", "Int8Static", "Scheme", "Uniform", "describe_scheme", "find_scheme", "read_scheme", "static",
-           "uniform"]
+__all__ = ["GROUPS", "SCHEMES", "Affine", "Int8Dynamic", "Int8Static", "Scheme", "Uniform", "describe_scheme", "find_scheme",
+           "read_scheme", "static", "uniform"]
 
 SCHEMES: tuple[Scheme, ...] = (int8, int8_tensor, int8_dynamic, int8_static, int8_rowwise_full, int4)
 
 
 GROUPS: tuple[Scheme, ...] = (int2_g32, int3_g32, int4_g32, int5_g32, int6_g32)          # what a budget chooses among
-_CLASSES = {c.__name__: c for c in (Uniform, Int8Dynamic, Int8Static)}
+_CLASSES = {c.__name__: c for c in (Uniform, Int8Dynamic, Int8Static, Affine)}
 
 
 def describe_scheme(scheme: Scheme) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def read_scheme(description: Mapping[str, Any], given: Sequence[Scheme]) -> Sche
     if own is not None:
         return own
     if "kind" not in description:
-        if name not in [s.name for s in (*SCHEMES, *GROUPS)]:
+        if name not in [s.name for s in (*SCHEMES, *GROUPS, int4_affine)]:
             raise SchemeError(f"the file needs the scheme {ascii(name)[:80]}, which is somebody's own: "
                               f"give it to load, schemes=[that_scheme]")
         return find_scheme(name)
@@ -69,7 +70,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "full_range": (bool,), "scale_dtype": (str,), "observer": (str,), "symmetric": (bool,), "low_input": _NUMBER, "high_input": _NUMBER}
 
 
-def find_scheme(scheme: str | Scheme, known: Sequence[Scheme] = (*SCHEMES, *GROUPS)) -> Scheme:
+def find_scheme(scheme: str | Scheme, known: Sequence[Scheme] = (*SCHEMES, *GROUPS, int4_affine)) -> Scheme:
     """The scheme of that name, or the object itself.
 
     Raises `SchemeError` with the nearest name for an unknown one, and for an object that is no scheme.

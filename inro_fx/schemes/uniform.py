@@ -131,8 +131,10 @@ class Uniform:
         return f"no integer operator for {op}" + (" of fewer bits, or with groups" if op == "conv" else "")
 
 
-def uniform(quant_max: int, granularity: str | int = "channel", *, full_range: bool = False, scale_dtype: str = "float32") -> Uniform:
-    """A scheme with codes -quant_max..quant_max; with ``full_range`` -quant_max - 1 as well, and scales that have a sign.
+def uniform(quant_max: int, granularity: str | int = "channel", *, full_range: bool = False, scale_dtype: str = "float32",
+            affine: bool = False) -> Uniform:
+    """A scheme with codes -quant_max..quant_max; with ``full_range`` -quant_max - 1 as well, and scales that have a sign; with ``affine``
+    the same codes, and a zero point for each scale.
 
     ``scale_dtype`` "float16" halves what the scales of groups take: four bits in groups of 32 are 4.5 bits a weight, and 5 with float32.
 
@@ -143,4 +145,8 @@ def uniform(quant_max: int, granularity: str | int = "channel", *, full_range: b
     """
     settings = [str(quant_max), *([] if granularity == "channel" else [str(granularity)]), *(["full_range"] if full_range else []),
                 *([] if scale_dtype == "float32" else [scale_dtype])]
+    if affine:
+        from .affine import Affine
+        name = f"uniform({', '.join([*settings, 'affine'])})"
+        return Affine(name, quant_max, granularity, scale_dtype=scale_dtype, full_range=full_range)
     return Uniform(f"uniform({', '.join(settings)})", quant_max, granularity, scale_dtype=scale_dtype, full_range=full_range)

@@ -7,12 +7,13 @@ import difflib
 from ..errors import SchemeError
 from ..passes.solve.moments import Moments, Solver
 from .gptq import GPTQ, gptaq, gptq
+from .hqq import HQQ, hqq
 from .nearest import Nearest, nearest
 from .search import Search, search
 
-__all__ = ["GPTQ", "SOLVERS", "Moments", "Nearest", "Search", "Solver", "find_solver"]
+__all__ = ["GPTQ", "HQQ", "SOLVERS", "Moments", "Nearest", "Search", "Solver", "find_solver"]
 
-SOLVERS: tuple[Solver, ...] = (nearest, search, gptq, gptaq)
+SOLVERS: tuple[Solver, ...] = (nearest, search, hqq, gptq, gptaq)
 
 
 def find_solver(solver: str | Solver, with_data: bool = True) -> Solver:
