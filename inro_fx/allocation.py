@@ -31,9 +31,10 @@ from .passes.carriers import carrier_of
 from .passes.constants import Constant
 from .passes.program import meta_of
 from .passes.rules.fuse_recurrent import groups_of, layer_of
-from .passes.scheme import Scheme, activation_of_scheme
+from .passes.scheme import Identity, Scheme, activation_of_scheme
+from .passes.solve.examine import examined
 from .passes.solve.gradients import Differentiated, difference, probe_signs, relative_error
-from .passes.solve.plan import Overrides, Weight, find_targets, plan, with_scheme
+from .passes.solve.plan import LEAST_SAVING, Overrides, Weight, find_targets, plan, with_scheme
 from .progress import progress_bar
 from .schemes import GROUPS, describe_scheme, find_scheme, int8, read_scheme
 from .solvers import Solver, find_solver
@@ -73,11 +74,12 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Weights that have one format: ``names``, their float and other ``costs`` in bytes, and ``losses``, by format."""
+    """Weights that have one format: ``names``, and by format ``costs`` in bytes and ``losses``. What would save nothing costs what floats
+    cost, and loses nothing."""
 
     names: tuple[str, ...]
     numbers: int
-    costs: tuple[float, ...]           # of each format; infinite where it does not fit
+    costs: tuple[float, ...]
     losses: tuple[float, ...]          # squares of relative errors of the output
 
 
@@ -174,8 +176,7 @@ class BitPlan:
         rows = []
         for choice in self.choices:
             mine = names.index(_name(allocation.formats[choice.names[0]])) if allocation is not None else -1
-            cells = ["" if math.isinf(c) else f"{math.sqrt(loss):.2%}" + ("*" if i == mine else "")
-                     for i, (c, loss) in enumerate(zip(choice.costs, choice.losses, strict=True))]
+            cells = [f"{math.sqrt(loss):.2%}" + ("*" if i == mine else "") for i, loss in enumerate(choice.losses)]
             rows.append([", ".join(choice.names), f"{choice.numbers:,}", *cells])
         rows.append(["all, measured", f"{self.weights:,}", *("" if e is None else f"{e:.2%}" for e in self.uniform)])
         return str(tabulate(rows, ["weight", "numbers", *names], tablefmt="simple", disable_numparse=True,
@@ -274,14 +275,15 @@ def plan_for(model: nn.Module, example: Example, batches: Sequence[Example], opt
 def _planned(model: nn.Module, example: Example, batches: Sequence[Example], options: Options, formats: Sequence[Any],
              probes: int) -> tuple[BitPlan, Callable[[Allocation], float]]:
     """The plan, and what measures the error of the output under an allocation."""
+    if isinstance(formats, str) or not isinstance(formats, Sequence):
+        raise SchemeError(f"formats={formats!r}: give a series of schemes, such as ['int4_g32', 'int8', None]")
     chosen_formats = tuple(None if f is None else find_scheme(f) for f in formats)
     _check(chosen_formats, options.solver)
     session, _, ready = captured(clone(model), example, options.capture)
     batches = [ready if b is example else dataclasses.replace(b, draws=ready.draws) for b in batches]
     options.overrides.see(session.root)
     targets = find_targets(session)
-    base = next(f for f in chosen_formats if f is not None)
-    decided = plan(session, targets, base, options.overrides)
+    decided = plan(session, targets, Identity(), options.overrides)
     fixed = {t.use.constant for t in targets if options.overrides.match(t, session.constants[t.use.constant].names)[0]}
     weights = {name: w for name, w in decided.weights.items() if name not in fixed}
     if not weights:
@@ -299,19 +301,16 @@ def _planned(model: nn.Module, example: Example, batches: Sequence[Example], opt
         index = {name: chosen_formats.index(allocation.formats[name]) for name in weights}
         return relative_error(floats, batches[:MOST_RUN], constants, lambda name: parts.restored(name, index[name]))
     losses = _sensitivities(floats, batches[:probes], constants, parts, len(chosen_formats), probes)
-    uniform = tuple(_uniform(index, scheme, parts, weights, lambda i: relative_error(
-        floats, batches[:MOST_RUN], constants, lambda name: parts.restored(name, i))) for index, scheme in enumerate(chosen_formats))
+
+    def alike(index: int) -> float:
+        return relative_error(floats, batches[:MOST_RUN], constants, lambda name: parts.restored(name, index))
+    uniform = tuple(0.0 if scheme is None else alike(index) for index, scheme in enumerate(chosen_formats))
+    if not all(map(math.isfinite, [*uniform, *(x for row in losses.values() for x in row)])):
+        raise InputError("the calibration data, or what the model makes of it, holds NaN or infinity")
     choices = tuple(_choice(group, weights, candidates, losses) for group in _groups(session, weights))
     stored = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
     other = stored - sum(w.constant.bytes for w in weights.values())
     return BitPlan(chosen_formats, choices, other, stored, uniform), measure
-
-
-def _uniform(index: int, scheme: Scheme | None, parts: _Parts, weights: Iterable[str], error: Callable[[int], float]) -> float | None:
-    """The error with every weight in one format; None where it does not fit them all."""
-    if scheme is None:
-        return 0.0
-    return error(index) if all(not math.isinf(parts.candidates[name][index].bytes) for name in weights) else None
 
 
 def _check(formats: Sequence[Scheme | None], solver: Solver) -> None:
@@ -326,16 +325,15 @@ def _check(formats: Sequence[Scheme | None], solver: Solver) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    weight: Weight | None              # None: float
-    bytes: float                       # infinite where the scheme takes more than the floats
+    weight: Weight | None              # None: float, because that was asked for, or because nothing would be saved
+    bytes: float
 
 
 def _candidate(session: Session, weight: Weight, scheme: Scheme | None) -> Candidate:
-    if scheme is None:
+    size = examined(scheme, weight.layout, weight.constant.dtype)[0] if scheme is not None else weight.constant.bytes
+    if scheme is None or size > LEAST_SAVING * weight.constant.bytes:
         return Candidate(None, weight.constant.bytes)
-    from .passes.solve.examine import examined
-    size, _ = examined(scheme, weight.layout, weight.constant.dtype)
-    return Candidate(with_scheme(session, weight, scheme), size if size < weight.constant.bytes else math.inf)
+    return Candidate(with_scheme(session, weight, scheme), size)
 
 
 class _Parts:
@@ -346,10 +344,9 @@ class _Parts:
         self.made: dict[tuple[str, int], dict[str, Tensor]] = {}
 
     def restored(self, name: str, index: int) -> Tensor | None:
-        """The weight in a format; None where that is float, or does not fit."""
-        candidate = self.candidates[name][index]
-        weight = candidate.weight
-        if weight is None or math.isinf(candidate.bytes):
+        """The weight in a format; None where that is float."""
+        weight = self.candidates[name][index].weight
+        if weight is None:
             return None
         if (name, index) not in self.made:
             matrix = weight.layout.matrix(self.session.tensor(name).detach())
@@ -362,11 +359,14 @@ def _sensitivities(floats: Callable[[], nn.Module], batches: Sequence[Example], 
     """For each weight and format, the mean square of the relative error of the output."""
     squares = {name: [0.0] * formats for name in constants}
     generator = torch.Generator().manual_seed(0)
+    done = 0
     with progress_bar(probes, "measuring sensitivities") as tick:
         for number, batch in enumerate(batches):
             count = probes // len(batches) + (number < probes % len(batches))
             try:
                 model = Differentiated(floats(), batch, constants)
+                if not model.outputs:                        # an empty batch
+                    continue
                 signal = sum(float(torch.where(y.isfinite(), y, 0).detach().double().square().sum()) for y in model.outputs) or 1.0
 
                 def see(name: str, gradient: Tensor, model: Differentiated = model, signal: float = signal) -> None:
@@ -375,14 +375,17 @@ def _sensitivities(floats: Callable[[], nn.Module], batches: Sequence[Example], 
                             restored = parts.restored(name, index)
                             if restored is not None:
                                 effect = torch.sum(gradient * (restored - model.places[name]), dtype=torch.float64)
-                                squares[name][index] += float(effect) ** 2 / signal / probes
+                                squares[name][index] += float(effect) ** 2 / signal
                 for probe in range(count):
                     model.backward(probe_signs(model.outputs, generator), see, again=probe + 1 < count)
+                    done += 1
                     tick()
             except RuntimeError as error:
                 raise ModelError(f"what each layer does to the output cannot be found: {error}; choose schemes by hand, with "
                                  f"overrides=") from error
-    return squares
+    if not done:
+        raise InputError("no batch of the calibration data gives an output")
+    return {name: [s / done for s in row] for name, row in squares.items()}
 
 
 def _choice(group: Sequence[str], weights: Mapping[str, Weight], candidates: Mapping[str, Sequence[Candidate]],

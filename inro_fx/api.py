@@ -12,7 +12,7 @@ from .allocation import FORMATS, PROBES, BitPlan, Budget, plan_for, within
 from .errors import InputError, ModelError
 from .passes.capture.example import Example
 from .passes.program import Pass
-from .passes.scheme import Scheme
+from .passes.scheme import Scheme, activation_of_scheme
 from .prepare import Prepared, calibrated, converted, examples_of, prepare_calibration, prepare_training
 from .solvers import Solver
 from .steps import MOST_MEASURED, apart, options_of, quantize
@@ -91,6 +91,13 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
     example = Example.of(example_inputs)
     if formats is not FORMATS and budget is None:
         raise InputError("formats= are what a budget chooses among: give budget=, or one scheme")
+    if budget is not None and not isinstance(budget, Budget):
+        raise InputError(f"budget={budget!r} is no Budget: write budget=inro_fx.Budget(bits=4.5), or bytes=, ratio= or error=")
+    if budget is not None and any(s is not None and activation_of_scheme(s) == "static" for _, s in options.overrides.entries):
+        raise InputError("a budget chooses among formats of weights: an override with a static scheme does not go with it")
+    if calibration is None and (asks := options.asks_for_data) is not None and not options.calibrates:
+        raise InputError(f"{asks} needs calibration data: give calibration=, a series of inputs like example_inputs"
+                         + (", or use solver='search', which needs none" if asks.startswith("the solver") else ""))
     with apart():
         if budget is not None:
             batches = _first(calibration, example, None if options.solves else PROBES)
@@ -98,9 +105,6 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
             return small          # type: ignore[return-value]
         if options.calibrates:
             return calibrated(model, example, options, calibration)          # type: ignore[return-value]
-        if calibration is None and (asks := options.asks_for_data) is not None:
-            raise InputError(f"{asks} needs calibration data: give calibration=, a series of inputs like example_inputs"
-                             + (", or use solver='search', which needs none" if asks.startswith("the solver") else ""))
         batches = _first(calibration, example, None if options.solves else MOST_MEASURED)
         return quantize(model, example, batches, options)          # type: ignore[return-value]
 
@@ -129,6 +133,8 @@ def plan_bits(model: nn.Module, example_inputs: Any, *, formats: Sequence[Any] =
     >>> plan.solve(inro_fx.Budget(bits=4.5)).bits <= 4.5
     True
     """
+    if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
+        raise InputError(f"probes={probes!r}: at least one is needed")
     options = options_of(model, "int8", overrides, capture, solver=solver, with_data=calibration is not None)
     example = Example.of(example_inputs)
     with apart():

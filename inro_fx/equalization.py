@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from .errors import InputError
 from .passes.capture.example import Example, run
 from .passes.capture.session import Session
+from .passes.capture.state import rewind
 from .passes.constants import owner_of
 from .passes.measure import Watched, observing
 from .passes.rules.equalize import Site, apply_factors, find_sites
@@ -54,6 +55,9 @@ def equalize(session: Session, kind: str, batches: Sequence[Example], scheme: An
     sites: dict[str, list[Site]] = {}
     for path, program in session.captures.items():
         sites[path], refused = find_sites(program, session.root, session.constants)
+        if list(session.captures) != [""] or session.python_uses:
+            refused += [(site.node.name, "parts of the model stay Python, which may read the value as well") for site in sites[path]]
+            sites[path] = []
         program.log = (*program.log, *((kind, s.node.name, "") for s in sites[path]), *((kind, node, why) for node, why in refused))
     seen = _observed(session, sites, batches) if needs_data else {}
     changed: list[str] = []
@@ -97,6 +101,7 @@ def _observed(session: Session, sites: Mapping[str, Sequence[Site]], batches: Se
         watched[path] = Watched(program.graph, observe)
     with observing(session.root, watched):
         for batch in batches:
+            rewind(session.root, session.as_they_were)
             run(session.root, batch)
     session.state.restore()
     return found

@@ -131,7 +131,7 @@ SCHEMA = _record(
     records=_table(_record(
         rows=_list(ROW), skipped=_list(_record(layer=text, shape=shape, reason=text, float_bytes=size)), steps=_list(_pair(text, text)),
         regions=_list(_pair(text, text)), nodes=size, guards=names, output_error=number, float_bytes=size,
-        errors=_list(_pair(text, text, maybe)), unshared=text)))
+        errors=_list(_pair(text, text, maybe)), unshared=text, equalized=flag)))
 
 
 def checked(data: Any, file: str, version: str) -> Manifest:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .numerics.bits import fields_of
+from .ops.affine import dequantize_affine, embedding_affine, linear_affine
 from .ops.conv import conv
 from .ops.conv_static import ACTIVATIONS, conv_static
 from .ops.dequantize import dequantize
@@ -59,6 +60,7 @@ def translations() -> dict[Any, Callable]:
     def floats(codes: Any, scale: Any, bits: int, group: int, columns: int, shared: bool) -> Any:
         """[rows, columns] float32, or float64 of codes that have more than 16 bits. ``shared``: one scale serves all rows."""
         blocks = 0 < group < columns
+        scale = op.Cast(scale, to=FLOAT)                        # of float16 ones, what DequantizeLinear gives would be float16
         if bits <= 16:
             if blocks:
                 return op.DequantizeLinear(codes, scale, axis=1, block_size=group)
@@ -86,6 +88,25 @@ def translations() -> dict[Any, Callable]:
         rows = unpacked(rows, bits, columns) if codes.dtype == UINT8 else rows
         table = floats(rows, scale if shared else op.Gather(scale, flat), bits, group, columns, shared)
         return op.Cast(op.Reshape(table, op.Concat(op.Shape(ids), ints(columns), axis=0)), to=dtype)
+
+    def with_zeros(codes: Any, scale: Any, zero: Any, bits: int, group: int, columns: int) -> Any:
+        """[rows, columns] float32 of codes with zero points."""
+        codes, zero = (unpacked(c, bits, n) if c.dtype == UINT8 else c for c, n in ((codes, columns), (zero, scale.shape[1])))
+        offset = op.Mul(op.Cast(scale, to=FLOAT), op.Cast(zero, to=FLOAT))
+        if 0 < group < columns:                                 # [rows, groups] -> [rows, columns]
+            offset = op.Reshape(op.Expand(op.Unsqueeze(offset, ints(2)), ints(1, 1, group)), ints(-1, -(-columns // group) * group))
+            offset = op.Slice(offset, ints(0), ints(columns), ints(1))
+        return op.Sub(floats(codes, scale, bits, group, columns, False), offset)
+
+    def onnx_dequantize_affine(codes: Any, scale: Any, zero: Any, bits: int, group: int, columns: int, dtype: int) -> Any:
+        return op.Cast(with_zeros(codes, scale, zero, bits, group, columns), to=dtype)
+
+    def onnx_linear_affine(x: Any, codes: Any, scale: Any, zero: Any, bias: Any, bits: int, group: int, columns: int) -> Any:
+        y = op.MatMul(x, op.Transpose(onnx_dequantize_affine(codes, scale, zero, bits, group, columns, x.dtype), perm=[1, 0]))
+        return y if bias is None else op.Add(y, bias)
+
+    def onnx_embedding_affine(ids: Any, codes: Any, scale: Any, zero: Any, bits: int, group: int, columns: int, dtype: int) -> Any:
+        return op.Gather(onnx_dequantize_affine(codes, scale, zero, bits, group, columns, dtype), ids)
 
     def onnx_linear_dynamic(x: Any, codes: Any, scale: Any, bias: Any, columns: int) -> Any:
         wide = op.Cast(x, to=FLOAT)
@@ -206,7 +227,8 @@ def translations() -> dict[Any, Callable]:
                           ceil_mode=int(ceil_mode))
         return y
 
-    table: dict[Any, Callable] = {dequantize: onnx_dequantize, linear: onnx_linear, embedding: onnx_embedding,
+    table: dict[Any, Callable] = {dequantize_affine: onnx_dequantize_affine, linear_affine: onnx_linear_affine,
+                                  embedding_affine: onnx_embedding_affine, dequantize: onnx_dequantize, linear: onnx_linear, embedding: onnx_embedding,
                                   linear_dynamic: onnx_linear_dynamic, linear_static: onnx_linear_static,
                                   recurrent: onnx_recurrent, conv: onnx_conv, conv_static: onnx_conv_static, quantize: onnx_quantize,
                                   dequantize_codes: onnx_dequantize_codes, max_pool2d: onnx_max_pool2d}

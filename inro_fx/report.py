@@ -97,6 +97,7 @@ class Record:
     float_bytes: int                            # of every tensor that the float model stores
     errors: dict[tuple[str, str], float | None]  # (path of the program, its node) -> propagated or isolated error, for drawing
     unshared: str = ""                          # why rows have no share of the output's error
+    equalized: bool = False                     # do its weights hold values that are divided elsewhere?
 
 
 def stored_bytes(model: nn.Module) -> int:
@@ -116,7 +117,8 @@ def stored_bytes(model: nn.Module) -> int:
 
 
 def make_record(session: Session, chosen: Plan, targets: list[Target], programs: Mapping[str, Program], errors: Mapping[Any, Any],
-                facts: Mapping[str, Any], want: Any, got: Any, float_bytes: int, shares: Mapping[str, float] | str) -> Record:
+                facts: Mapping[str, Any], want: Any, got: Any, float_bytes: int, shares: Mapping[str, float] | str,
+                equalized: bool = False) -> Record:
     rows: list[Row] = []
     counted: set[str] = set()
     folded: dict[Any, int] = {}
@@ -159,7 +161,7 @@ def make_record(session: Session, chosen: Plan, targets: list[Target], programs:
     return Record(rows, skipped, list(session.steps), sorted(session.refusals.items()),
                   len(root.graph.nodes) if root is not None else 0,
                   [str(g) for p in session.captures.values() for g in p.guards if g.where], _worst(want, got), float_bytes, by_node,
-                  shares if isinstance(shares, str) else "")
+                  shares if isinstance(shares, str) else "", equalized)
 
 
 def _larger(a: float | None, b: float | None) -> float | None:

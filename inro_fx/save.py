@@ -39,8 +39,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     The file is written whole or not at all. It holds the tensors that ``state_dict`` holds, tied ones once, and also the buffers that
     are not persistent, so that `load` needs nothing but the architecture.
 
-    Raises `ModelError` for a model that `quantize_graph` did not make, that keeps state which is no plain tensor, or whose graph was
-    edited by hand; `FileError` where the file cannot be written.
+    Raises `ModelError` for a model that `quantize_graph` did not make, that keeps state which is no plain tensor, that was equalized,
+    or whose graph was edited by hand; `FileError` where the file cannot be written.
 
     >>> import tempfile, torch, inro_fx
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
@@ -58,6 +58,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     if not isinstance(model, nn.Module) or not any(isinstance(m, PackedWeights) or "_inro" in vars(m) for m in model.modules()):
         raise ModelError(f"this {type(model).__name__} was not made by inro_fx.quantize_graph: save the result of that")
     _refuse_edited_graphs(model)
+    equalized = next((p for p, m in model.named_modules() if "_inro" in vars(m) and vars(m)["_inro"].equalized), None)
+    if equalized is not None:
+        raise ModelError(f"{equalized or 'the model'} was equalized, so that its weights are right for the captured graph alone, and a "
+                         f"file holds no graphs: save the result of quantize_graph with equalize=None")
     found = _tensors_of(model)
     tensors, entries = {}, {}
     seen: set[int] = set()

@@ -102,7 +102,7 @@ def options_of(model: nn.Module, scheme: Any, overrides: Any, capture: str = "au
     check_model(model, inplace=inplace)
     if capture not in CAPTURES:
         raise InputError(f"capture={capture!r}: it is one of {', '.join(map(repr, CAPTURES))}")
-    if equalize is not None and equalize not in EQUALIZATIONS:
+    if equalize is not None and not (isinstance(equalize, str) and equalize in EQUALIZATIONS):
         raise InputError(f"equalize={equalize!r}: it is one of {', '.join(map(repr, EQUALIZATIONS))}, or None")
     if not isinstance(overrides or {}, Mapping):
         raise SchemeError(f"overrides must be a dict of pattern: scheme, got {type(overrides).__name__}")
@@ -164,6 +164,9 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
         same = [ready if b is example else dataclasses.replace(b, draws=ready.draws) for b in batches]
         equalized = equalize(session, options.equalize, same, options.default)
         logs = {path: program.log for path, program in session.captures.items()}
+        rewind(root, session.as_they_were)
+        if equalized:                                        # other code than the graph's would see values that are divided
+            options = dataclasses.replace(options, strict=True)
         for module in list(session.root.modules()):
             detach_programs(module)
         session, got, ready = captured(root, example, options.capture)
@@ -217,7 +220,8 @@ def quantize(model: nn.Module, example: Example, batches: list[Example], options
     if not options.inplace:
         rewind(root, as_it_was)
         make_independent(root)
-    record = make_record(session, chosen, targets, programs, errors, packer.facts, want, got, float_bytes, shares)
+    record = make_record(session, chosen, targets, programs, errors, packer.facts, want, got, float_bytes, shares,
+                         bool(equalized))
     for weight in chosen.weights.values():
         weight.parts = None
     forget_calls_of(root)

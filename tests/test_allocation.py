@@ -328,8 +328,58 @@ def test_a_budget_that_cannot_be_met_says_the_nearest_that_can(planned):
         fixed.solve(Budget(error=1e-9))
 
 
+class OwnNames(nn.Module):
+    """A parameter of its own with the name of an operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.one, self.two = nn.Parameter(torch.randn(64, 64) / 8), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.two(self.one(nn.functional.linear(x, self.linear) * 100))
+
+
+def test_a_parameter_with_the_name_of_an_operator():
+    torch.manual_seed(0)
+    model, x = OwnNames().eval(), torch.randn(8, 64)
+    plan = inro_fx.plan_bits(model, x)
+    allocation = plan.solve(Budget(bits=5))
+    report = inro_fx.report(inro_fx.quantize_graph(model, x, overrides=allocation.overrides))
+    assert {r.weight: r.scheme for r in report.rows} == {n: f.name for n, f in allocation.formats.items() if f is not None}
+    assert report.quantized_bytes == allocation.bytes
+
+
+def test_the_order_of_formats_does_not_matter_and_those_that_save_nothing_are_float():
+    model, x = network(depth=1), torch.randn(8, 64)
+    wide = inro_fx.uniform(127, 1)                                     # a scale for each weight: more bytes than floats
+    plans = [inro_fx.plan_bits(model, x, formats=f) for f in ((wide, "int4_g32"), ("int4_g32", wide))]
+    one, two = (p.solve(Budget(bits=8)) for p in plans)
+    assert one.bytes == two.bytes
+    assert {f.name for f in one.formats.values()} == {"int4_g32"}
+
+
+def test_an_empty_batch_is_no_obstacle():
+    model, data = network(), batches()
+    plan = inro_fx.plan_bits(model, data[0], calibration=[data[0][:0], *data])
+    assert plan.solve(Budget(bits=5)).error > 0
+    with pytest.raises(inro_fx.InputError, match="no batch of the calibration data gives an output"):
+        inro_fx.plan_bits(model, data[0], calibration=[data[0][:0]])
+    with pytest.raises(inro_fx.InputError, match="NaN or infinity"):
+        inro_fx.plan_bits(model, data[0], calibration=[data[0] * float("nan")])
+
+
 def test_formats_that_cannot_be_chosen_among():
     model, x = network(), torch.randn(4, 64)
+    with pytest.raises(inro_fx.InputError, match="is no Budget"):
+        inro_fx.quantize_graph(model, x, budget={"bits": 4})
+    with pytest.raises(inro_fx.InputError, match="an override with a static scheme"):
+        inro_fx.quantize_graph(model, x, budget=Budget(bits=6), overrides={"0": "int8_static"}, calibration=[x])
+    with pytest.raises(inro_fx.InputError, match="needs calibration data"):
+        inro_fx.quantize_graph(model, x, budget=Budget(bits=6), solver="gptq")
+    with pytest.raises(inro_fx.SchemeError, match="a series of schemes"):
+        inro_fx.plan_bits(model, x, formats="int8")
+    with pytest.raises(inro_fx.InputError, match="probes=0"):
+        inro_fx.plan_bits(model, x, probes=0)
     with pytest.raises(inro_fx.SchemeError, match="int8_dynamic quantizes activations"):
         inro_fx.plan_bits(model, x, formats=["int4", "int8_dynamic"])
     with pytest.raises(inro_fx.SchemeError, match="at least one scheme"):

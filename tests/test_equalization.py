@@ -1,5 +1,7 @@
 """Scale moves from channels into weights: never a bit of the float model, and never past what also reads them."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -161,8 +163,78 @@ def test_together_with_solvers_in_place_saved_and_loaded(inplace, tmp_path):
     again = inro_fx.quantize_graph(mine, x, "int4", solver="gptaq", calibration=[x], equalize="awq", bias_correction=True, inplace=inplace)
     assert torch.equal(again(x), small(x))
     assert (mine is again) == inplace
-    loaded = inro_fx.load(inro_fx.save(again, tmp_path / "m.safetensors"), built("gated")[0])
-    assert torch.equal(loaded(x), small(x))
+    assert torch.equal(pickle.loads(pickle.dumps(again))(x), small(x))
+    with pytest.raises(inro_fx.ModelError, match="was equalized"):
+        inro_fx.save(again, tmp_path / "m.safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+class Features(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(16), nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+        self.norm.weight.data *= torch.linspace(0.1, 30, 16)
+
+    def forward(self, x, features=False):
+        y = self.norm(x)
+        return y if features else self.fc(y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_code_than_the_graph_does_not_see_divided_values(kind):
+    model, x = Features().eval(), torch.randn(8, 16)
+    small = inro_fx.quantize_graph(model, x, "int8", calibration=[x], equalize=kind)
+    assert (small(x) - model(x)).norm() < 0.02 * model(x).norm()
+    with pytest.raises(inro_fx.GraphNotTaken):
+        small(x, features=True)
+
+
+class Outside(nn.Module):
+    """Stays Python: its child is a graph, and it may read what it likes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Features()
+
+    def forward(self, x):
+        return self.inner(x) if float(x.sum()) > -1e9 else self.inner.norm.weight
+
+
+def test_models_that_stay_python_are_not_equalized():
+    model, x = Outside().eval(), torch.randn(8, 16)
+    small = inro_fx.quantize_graph(model, x, "int8", calibration=[x], equalize="smooth")
+    assert torch.equal(small.inner.norm.weight, model.inner.norm.weight)
+
+
+class Counting(Features):
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.fc(self.norm(x)) + self.calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_forward_writes_is_as_it_was(kind):
+    model, x = Counting().eval(), torch.randn(8, 16)
+    small = inro_fx.quantize_graph(model, x, "int8", calibration=[x] * 3, equalize=kind)
+    assert float(small.calls) == float(model.calls) == 0
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain, self.fc = nn.Parameter(torch.rand(16) * 5 + 0.1), nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = x * 1.0
+        return self.fc(y.mul_(self.gain)) + y
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_are_changed_in_place_are_left_alone(kind):
+    model, x = InPlace().eval(), torch.randn(8, 16) * torch.logspace(-1, 1, 16)
+    small = inro_fx.quantize_graph(model, x, "int8", calibration=[x], equalize=kind)
+    assert torch.equal(small.gain, model.gain)
 
 
 def test_wrong_arguments():

@@ -458,6 +458,52 @@ def test_a_solver_that_does_not_fit_a_scheme(scheme):
         inro_fx.quantize_graph(deep(), x, scheme, solver="gptq", calibration=[x])
 
 
+class ByRows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x):
+        y = self.one(x)
+        return self.two(torch.relu(y) if x.shape[0] > 4 else y)
+
+
+def test_a_batch_that_the_graph_does_not_cover_does_not_take_the_place_of_those_that_it_does():
+    model, witness = ByRows().eval(), Witness()
+    data = [torch.rand(16, 24) for _ in range(5)]
+    small = inro_fx.quantize_graph(model, data[0], "int8", solver=witness, calibration=[*data, -torch.rand(1, 24)], bias_correction=True)
+    assert {m.count for _, moments in witness.seen.values() for m in moments} == {80}
+    with torch.no_grad():
+        assert torch.cat([small(x) - model(x) for x in data]).mean(0).norm() < 1e-5
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(24, 24, bias=False), nn.Linear(24, 12, bias=False)
+
+    def forward(self, x):
+        x.add_(1.0)
+        return self.two(x) + self.two(self.one(self.one(x)))
+
+
+def test_data_that_forward_changes_is_the_same_for_every_pass():
+    witness = Witness()
+    inro_fx.quantize_graph(ChangesItsInput().eval(), torch.zeros(4, 24), "int8", solver=witness, calibration=[torch.zeros(4, 24)])
+    first = witness.seen[24, 24][1][0].squares[0]
+    model = ChangesItsInput()
+    want = torch.ones(4, 24).square().sum(0) + model.one(torch.ones(4, 24)).square().sum(0)
+    assert first.shape == want.shape
+    assert (witness.seen[12, 24][1][0].squares[0] >= 4 - 1e-3).all()
+    assert (first >= 4 - 1e-3).all()
+    assert first.min() < 16                                           # four rows of ones, not of twos
+
+
+def test_data_without_a_sample():
+    with pytest.raises(inro_fx.InputError, match=r"0\.weight: (the calibration data holds no sample|no calibration data reached)"):
+        inro_fx.quantize_graph(deep(), torch.randn(4, 24), "int4", solver="gptq", calibration=[torch.randn(0, 24)])
+
+
 def test_an_interrupted_run_leaves_the_model_as_it_was():
     class Stops(Witness):
         def solve(self, matrix, scheme, moments):

@@ -58,7 +58,8 @@ def clone(model: nn.Module) -> nn.Module:
 def _alias(tensor: Tensor | None) -> Tensor | None:
     """Another tensor object over the same memory, so that ``tensor.data = `` on the copy is not the original's."""
     if type(tensor) is nn.Parameter:
-        return nn.Parameter(tensor.detach(), tensor.requires_grad)
+        plain = tensor.clone() if tensor.is_inference() else tensor           # which could want no gradient
+        return nn.Parameter(plain.detach(), tensor.requires_grad)
     return tensor.detach() if type(tensor) is Tensor and tensor.layout is torch.strided else tensor
 
 

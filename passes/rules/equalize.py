@@ -25,8 +25,8 @@ from ..program import Program, meta_of, shape_of
 
 __all__ = ["Reader", "Site", "apply_factors", "find_sites"]
 
-KEPT = frozenset("dropout dropout1d dropout2d identity contiguous relu relu_ leaky_relu clone detach to float".split())
-PRODUCTS = frozenset({"mul", "multiply", "__mul__", "mul_"})
+KEPT = frozenset("dropout dropout1d dropout2d identity contiguous relu leaky_relu clone detach to float".split())       # none in place
+PRODUCTS = frozenset({"mul", "multiply", "__mul__"})
 
 
 @dataclasses.dataclass(frozen=True)

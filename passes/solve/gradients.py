@@ -76,7 +76,7 @@ class Differentiated:
         except Exception as error:
             raise RuntimeError(f"the model does not run with gradients ({brief(error)})") from error
         self.outputs = [t for t in tensors_in(result) if t.is_floating_point() and t.numel()]
-        if not any(t.requires_grad for t in self.outputs):
+        if self.outputs and not any(t.requires_grad for t in self.outputs):
             raise RuntimeError("its output has no gradient")
 
     def _arrived(self, name: str) -> Callable[[Tensor], None]:

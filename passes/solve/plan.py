@@ -121,6 +121,7 @@ class Overrides:
         self.solvers = dict(solvers or {})
         self.used: set[int] = set()
         self.classes: dict[str, type] = {}
+        self.own: set[str] = set()               # parameters and buffers of the model itself, whose names come before operators'
         self.see(root)
         for key, _ in self.entries:
             if not isinstance(key, (str, type)):
@@ -129,6 +130,7 @@ class Overrides:
     def see(self, root: nn.Module) -> None:
         """Takes the module paths and classes of a model."""
         self.classes = {path: user_class(module) for path, module in root.named_modules(remove_duplicate=False)}
+        self.own = {*root._parameters, *root._buffers}
 
     def match(self, target: Target, names: tuple[str, ...]) -> tuple[bool, Any, Any]:
         """(matched, pattern, scheme) for one use of a weight known as ``names``."""
@@ -141,7 +143,7 @@ class Overrides:
     def _matches(self, key: Any, target: Target, paths: list[str], names: tuple[str, ...]) -> bool:
         if isinstance(key, type):
             return any(issubclass(self.classes[p], key) for p in paths)
-        if key in OPS and key not in self.classes:
+        if key in OPS and key not in self.classes and key not in self.own:
             return bool(target.use.op == key)
         candidates = {*paths, *(n for n in names if n.rpartition(".")[0] in paths)}
         return any(part == key or fnmatch.fnmatchcase(part, key) for c in candidates for part in _prefixes(c))

@@ -72,8 +72,11 @@ def solve_in_order(session: Session, weights: Mapping[str, Weight], targets: Seq
     run_ = _Run(session, weights, requests, progress, correct, together, solved)
     if batches and (asked or correct):
         calls = _calls(session, batches, early="" in session.captures and len(session.captures) == 1)
-        programs = {path: program for path, program in {**session.layers, **session.captures}.items() if calls[path]}
+        programs = {path: program for path, program in {**session.captures, **session.layers}.items() if calls[path]}
         here = {path: [t for t in _targets_in(path, p, session, targets) if t.use.constant in requests] for path, p in programs.items()}
+        reached = {t.use.constant for path in here if path in session.captures for t in here[path]}
+        for path in [p for p in here if p not in session.captures]:       # layers alone count where nothing else reaches a weight
+            here[path] = [t for t in here[path] if t.use.constant not in reached]
         floats = {name: _Sums(requests[name].needs) for name in shared}
         for path, program in programs.items():
             run_.through(program, calls[path], [t for t in here[path] if t.use.constant in shared], floats)
@@ -208,6 +211,9 @@ class _Run:
         weight, moments = self.weights[name], sums.together(self.add_up)
         if sums.unknown and not moments:
             self.solved.without[name] = sums.unknown
+        request = self.requests[name]
+        if moments and request.needs != "nothing" and not request.optional and not sum(m.count for m in moments):
+            raise InputError(f"{name}: the calibration data holds no sample for this layer, and its solver needs some")
         for one in moments:
             if not bool(one.squares.isfinite().all()):
                 raise InputError(f"{name}: the calibration data holds NaN or infinity at this layer's input")
@@ -251,7 +257,8 @@ class _Side:
         self.floats: list[dict[fx.Node, Any]] = [{} for _ in calls] if both else self.values
         self.stored: dict[fx.Node, Any] = {}                     # of constants in the quantized model
         self.stored_floats: dict[fx.Node, Any] = {}
-        self.apart = both and any(_changes(node) for node in program.graph.nodes)
+        self.writes = any(_changes(node) for node in program.graph.nodes)
+        self.apart = both and self.writes
         self.last: dict[fx.Node, list[fx.Node]] = {}
         seen: set[fx.Node] = set()
         for node in reversed(program.graph.nodes):
@@ -269,8 +276,8 @@ class _Side:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 for values, floats, flat in zip(self.values, self.floats, self.calls, strict=True):
-                    values[node] = flat[inputs]
-                    floats[node] = flat[inputs].clone() if self.apart and isinstance(flat[inputs], Tensor) else flat[inputs]
+                    values[node] = self._given(flat[inputs])
+                    floats[node] = self._given(flat[inputs]) if self.apart else values[node]
                 inputs += 1
             elif node.op != "output" and node not in self.constant:
                 yield node
@@ -278,6 +285,10 @@ class _Side:
                 for values, floats in zip(self.values, self.floats, strict=True):
                     values.pop(source, None)
                     floats.pop(source, None)
+
+    def _given(self, value: Any) -> Any:
+        """An input: a graph that changes values in place gets its own, for the inputs are used again."""
+        return value.clone() if self.writes and isinstance(value, Tensor) else value
 
     def value(self, call: int, quantized: bool) -> Callable[[fx.Node], Any]:
         here = (self.values if quantized else self.floats)[call]
