@@ -58,7 +58,7 @@ def quantize_graph(model: Model, example_inputs: Any, scheme: str | Scheme = "in
         Passes of your own, ``(program, context) -> program``, that run after those of the compiler (docs/writing-a-pass.md).
     solver
         What chooses the codes (see docs/solvers.md): "nearest", "search", or with calibration data "gptq" and
-        "gptaq", which make up for the errors as they go; "auto" is the best that the data allow.
+        "gptaq", which make up for the errors as they go; "auto" is the best that the data allow, biases corrected.
     bias_correction
         Biases (and running means of batch norms) take up the mean error that their layer has on the calibration data.
     budget

@@ -112,7 +112,7 @@ def options_of(model: nn.Module, scheme: Any, overrides: Any, capture: str = "au
     overriding = Overrides({k: v if v is None else find_scheme(v) for k, (v, _) in pairs.items()}, model,
                            {k: find_solver(v, with_data) for k, (_, v) in pairs.items() if v is not None})
     return Options(default, overriding, capture, inplace, fold_batchnorm, strict, tuple(passes), find_solver(solver, with_data),
-                   bias_correction, group, equalize)
+                   bias_correction or (with_data and isinstance(solver, str) and solver == "auto"), group, equalize)
 
 
 @functools.cache
