@@ -227,9 +227,9 @@ def translations() -> dict[Any, Callable]:
                           ceil_mode=int(ceil_mode))
         return y
 
-    table: dict[Any, Callable] = {dequantize_affine: onnx_dequantize_affine, linear_affine: onnx_linear_affine,
-                                  embedding_affine: onnx_embedding_affine, dequantize: onnx_dequantize, linear: onnx_linear, embedding: onnx_embedding,
-                                  linear_dynamic: onnx_linear_dynamic, linear_static: onnx_linear_static,
-                                  recurrent: onnx_recurrent, conv: onnx_conv, conv_static: onnx_conv_static, quantize: onnx_quantize,
-                                  dequantize_codes: onnx_dequantize_codes, max_pool2d: onnx_max_pool2d}
+    table: dict[Any, Callable] = {
+        dequantize: onnx_dequantize, linear: onnx_linear, embedding: onnx_embedding, dequantize_affine: onnx_dequantize_affine,
+        linear_affine: onnx_linear_affine, embedding_affine: onnx_embedding_affine, linear_dynamic: onnx_linear_dynamic,
+        linear_static: onnx_linear_static, recurrent: onnx_recurrent, conv: onnx_conv, conv_static: onnx_conv_static,
+        quantize: onnx_quantize, dequantize_codes: onnx_dequantize_codes, max_pool2d: onnx_max_pool2d}
     return {overload: translation for operator, translation in table.items() for overload in overloads(operator)}
