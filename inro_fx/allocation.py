@@ -22,6 +22,7 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from .atomic import write_bytes
+from .curve import curve_svg
 from .errors import FileError, InputError, ModelError, SchemeError
 from .numerics.knapsack import knapsack
 from .passes.capture.clone import clone
@@ -197,7 +198,6 @@ class BitPlan:
 
     def curve(self, file: str | Path | None = None) -> str:
         """Error against bytes as a picture: SVG, written to ``file`` if one is given."""
-        from .curve import curve_svg
         costs, _ = self._tables()
         measured = [(round(float(costs[:, i].sum()) + self.other_bytes), e, _name(self.formats[i])) for i, e in enumerate(self.uniform)
                     if e is not None and e > 0]

@@ -25,6 +25,7 @@ from ..carriers import LOOKUPS
 from ..failures import InputError
 from ..measure import evaluate
 from ..program import Program, meta_of
+from ..rules.uses import call_of
 from ..run.forward import GraphForward, attach_program, detach_programs
 from .inputs import inputs_of
 from .moments import Moments
@@ -373,7 +374,6 @@ class _Side:
 
 def _home_of_mean(program: Program, node: fx.Node, target: Target) -> tuple[str, float, int, bool] | None:
     """(stored vector, sign, axis of the channels, is it added in the node itself?) that can shift the results of a layer."""
-    from ..rules.uses import call_of
     if target.use.op not in ("linear", "addmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
         return None
     value = meta_of(node).get("value")
