@@ -29,7 +29,7 @@ from .run.classes import compiling
 from .run.forward import GraphForward
 from .solve.plan import Target, Weight
 
-__all__ = ["Errors", "run_float", "run_quantized"]
+__all__ = ["Errors", "evaluate", "observing", "run_float", "run_quantized", "standing_in"]
 
 SAMPLE = 65_536
 MOST_CALLS = 16            # of one use, that are compared
@@ -122,24 +122,34 @@ def evaluate(module: nn.Module, node: fx.Node, value_of: Callable[[fx.Node], Any
 
 
 @contextlib.contextmanager
-def observing(root: nn.Module, observers: Mapping[str, Watched]) -> Iterator[None]:
-    """While this lasts, the first programs of the modules at these paths run their graphs node by node under an observer."""
+def standing_in(root: nn.Module, runs: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """While this lasts, ``runs[path](before, module, inputs)`` answers calls of the first program of each of these modules; ``before`` is
+    what does otherwise."""
     saved = []
-    for path, watched in observers.items():
+    for path, run_ in runs.items():
         module: Any = root.get_submodule(path)
         assert isinstance(module, GraphForward)
         runner = module._inro_runners[0]
 
-        def interpreted(self: Any, *flat: Any, watched: Watched = watched) -> Any:
-            with deaf():
-                return interpret(self, watched, list(flat))
+        def answered(self: Any, *flat: Any, run_: Callable[..., Any] = run_, before: Any = runner.functions.run) -> Any:
+            return run_(before, self, list(flat))
         saved.append((runner, runner.functions))
-        runner.functions = dataclasses.replace(runner.functions, run=interpreted, quick=interpreted)
+        runner.functions = dataclasses.replace(runner.functions, run=answered, quick=answered)
     try:
         yield
     finally:
-        for runner, before in saved:
-            runner.functions = before
+        for runner, functions in saved:
+            runner.functions = functions
+
+
+def observing(root: nn.Module, observers: Mapping[str, Watched]) -> contextlib.AbstractContextManager[None]:
+    """While this lasts, the first programs of the modules at these paths run their graphs node by node under an observer."""
+    def interpreting(watched: Watched) -> Callable[..., Any]:
+        def interpreted(before: Any, module: nn.Module, flat: list[Any]) -> Any:
+            with deaf():
+                return interpret(module, watched, flat)
+        return interpreted
+    return standing_in(root, {path: interpreting(watched) for path, watched in observers.items()})
 
 
 def _main_tensor(value: Any) -> Tensor | None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from models import Tied
 from torch import nn
 
 import inro_fx
@@ -49,16 +50,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         return self.fc(self.lstm(x)[0][:, -1])
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.fc, self.head = nn.Embedding(40, 16), nn.Linear(16, 16), nn.Linear(16, 40, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids):
-        return self.head(self.fc(self.table(ids)).tanh())
 
 
 class Python(nn.Module):

@@ -23,10 +23,10 @@ from ..capture.listener import deaf
 from ..capture.session import Session
 from ..carriers import LOOKUPS
 from ..failures import InputError
-from ..measure import evaluate
+from ..measure import evaluate, standing_in
 from ..program import Program, meta_of
 from ..rules.uses import call_of
-from ..run.forward import GraphForward, attach_program, detach_programs
+from ..run.forward import attach_program, detach_programs
 from .inputs import inputs_of
 from .moments import Moments
 from .plan import Target, Weight, uses_of
@@ -101,26 +101,15 @@ def _targets_in(path: str, program: Program, session: Session, targets: Sequence
     return [Target(path, node.name, path, use) for node in program.graph.nodes for use in uses_of(node)]
 
 
-@contextlib.contextmanager
-def _intercepted(session: Session, paths: Iterable[str], take: Callable[[str, list[Any]], None]) -> Iterator[None]:
+def _intercepted(session: Session, paths: Iterable[str], take: Callable[[str, list[Any]], None]) -> contextlib.AbstractContextManager[None]:
     """While this lasts, ``take(path, inputs)`` is told of each call of a graph at one of these paths."""
-    saved = []
-    for path in paths:
-        module: Any = session.root.get_submodule(path)
-        assert isinstance(module, GraphForward)
-        runner = module._inro_runners[0]
-
-        def told(self: Any, *flat: Any, path: str = path, before: Any = runner.functions.run) -> Any:
+    def telling(path: str) -> Callable[..., Any]:
+        def told(before: Any, module: Any, flat: list[Any]) -> Any:
             with deaf():
-                take(path, list(flat))
-            return before(self, *flat)
-        saved.append((runner, runner.functions))
-        runner.functions = dataclasses.replace(runner.functions, run=told, quick=told)
-    try:
-        yield
-    finally:
-        for runner, functions in saved:
-            runner.functions = functions
+                take(path, flat)
+            return before(module, *flat)
+        return told
+    return standing_in(session.root, {path: telling(path) for path in paths})
 
 
 class _Reached(Exception):
