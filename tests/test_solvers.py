@@ -12,7 +12,7 @@ from torch import nn
 
 import inro_fx
 from inro_fx.passes.solve.inputs import INPUTS
-from inro_fx.solvers import SOLVERS, Moments, find_solver
+from inro_fx.solvers import GPTQ, SOLVERS, Moments, find_solver
 
 SCHEMES = [inro_fx.uniform(7, 32), inro_fx.uniform(3, 8, full_range=True), inro_fx.uniform(1), inro_fx.uniform(7, "tensor"),
            inro_fx.uniform(7, 16, scale_dtype="float16"), inro_fx.uniform(127), inro_fx.uniform(31, 5, full_range=True, scale_dtype="float16"),
@@ -69,6 +69,15 @@ def test_with_correlated_inputs_gptq_is_clearly_better(scheme):
     lost = {s.name: (x.double() @ (w - restored(scheme, s.solve(w, scheme, [moments_of(x, 24)]), 64)).T).norm().item()
             for s in SOLVERS if s.refuse(scheme) is None}
     assert lost["gptq"] < (0.8 if scheme.granularity == "tensor" else 0.75) * lost["nearest"]
+
+
+def test_no_row_is_worse_than_rounded_however_far_the_damping_leads_away():
+    generator = torch.Generator().manual_seed(6)
+    w, x = torch.randn(200, 64, generator=generator), inputs_of_kind("correlated", 64, generator).double()
+    scheme = inro_fx.uniform(7, 32)
+    lost = [(x @ (w - restored(scheme, s.solve(w, scheme, [moments_of(x, 200)]), 64)).T).square().sum(0)
+            for s in (find_solver("nearest"), GPTQ(damping=1e3))]
+    assert (lost[1] <= lost[0] * (1 + 1e-6)).all()
 
 
 def test_gptaq_makes_up_for_what_came_before():
